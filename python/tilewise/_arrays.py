@@ -1,0 +1,233 @@
+"""NumPy arrays and torch tensors as views that the extension takes: (address, dtype number, shape, strides).
+
+`as_array` decides once what an argument is and brings it into a form that can be viewed without a copy; `view` is the
+cheap part that runs per call, made of attributes only (`__dlpack__` costs microseconds per tensor). torch is never
+imported here: a tensor can only exist if somebody else has imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from ._errors import InvalidArgumentError, UnsupportedError, message, refuse, refuse_type
+
+# numpy.ndarray or torch.Tensor. Not spelled out as a union, since torch may be absent.
+Array: TypeAlias = Any
+View: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+# Numbers of tilewise_dtype in tilewise.h.
+FLOAT64: Final = 1
+FLOAT32: Final = 2
+_NUMPY_DTYPES: Final[dict[Any, int]] = {
+    np.dtype(np.float64): FLOAT64,
+    np.dtype(np.float32): FLOAT32,
+    np.dtype(np.float16): 3,
+    np.dtype(np.int64): 5,
+    np.dtype(np.int32): 6,
+    np.dtype(np.int16): 7,
+    np.dtype(np.int8): 8,
+    np.dtype(np.uint8): 9,
+    np.dtype(np.bool_): 10,
+    np.dtype(np.uint32): 11,
+}
+_DTYPE_NAMES: Final = "float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8, uint32, bool"
+_torch_dtypes: dict[Any, int] = {}
+
+
+def is_torch(value: object) -> bool:
+    """Whether `value` is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def torch_dtypes() -> dict[Any, int]:
+    """torch dtype -> tilewise_dtype; filled when the first tensor comes by."""
+    if not _torch_dtypes:
+        torch = sys.modules["torch"]
+        names = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint32")
+        for number, name in enumerate(names, start=1):
+            if hasattr(torch, name):  # uint32 is young
+                _torch_dtypes[getattr(torch, name)] = number
+    return _torch_dtypes
+
+
+def as_array(value: Any, name: str, *, sequence: bool = False, meta: bool = False) -> Array:
+    """`value` as an ndarray or tensor that `view` can take; refuses everything that is not an array on the CPU.
+
+    The result is `value` itself wherever possible. Copied are: lists and tuples (only if `sequence`), arrays whose
+    strides are not whole elements, unaligned arrays, and lazily negated tensors.
+    With `meta`, tensors without data (meta device, FakeTensor) are taken too.
+    """
+    if type(value) is np.ndarray:
+        return value if value.dtype in _NUMPY_DTYPES and value.flags.aligned else _numpy_array(value, name)
+    if is_torch(value):
+        return _torch_tensor(value, name, meta)
+    if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            refuse_type(name, "a numpy.ma.MaskedArray", "numpy.ndarray", "Give its mask as mask=, and x.filled() here.")
+        return _numpy_array(value.view(np.ndarray), name)
+    if sequence and isinstance(value, (list, tuple, np.generic)):
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            array = np.asarray(value, dtype=object)
+        return _numpy_array(array, name)
+    allowed = "numpy.ndarray or torch.Tensor" + (", or a list of numbers" if sequence else "")
+    kind = type(value)
+    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    advice = "numpy.asarray(x) converts it." if hasattr(value, "__array__") or isinstance(value, (list, tuple)) else ""
+    return refuse_type(name, f"a {where}{kind.__qualname__}", allowed, advice)
+
+
+def _numpy_array(array: np.ndarray[Any, Any], name: str) -> Array:
+    dtype = array.dtype
+    if dtype == np.uint16:
+        array = array.astype(np.int32)  # the same values in a dtype that the library has
+    elif dtype not in _NUMPY_DTYPES:
+        # bfloat16 of ml_dtypes is known by its name: importing ml_dtypes just to ask would cost every user.
+        if dtype.name == "bfloat16" and dtype.itemsize == 2:
+            _NUMPY_DTYPES[dtype] = 4
+        elif not dtype.isnative:
+            refuse(name, f"dtype {dtype} of the other byte order", "native byte order", "x.astype(x.dtype.newbyteorder('=')) converts it.")
+        else:
+            refuse(name, f"dtype {dtype}", _DTYPE_NAMES)
+    if not array.flags.aligned or any(stride % dtype.itemsize for stride in array.strides):
+        array = np.array(array)  # a field of a structured array, a raw buffer at an odd address
+    return array
+
+
+def _torch_tensor(tensor: Any, name: str, meta: bool) -> Array:
+    torch = sys.modules["torch"]
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        _check_subclass(tensor, name, meta)
+    if tensor.dtype not in torch_dtypes():
+        if tensor.dtype == getattr(torch, "uint16", None):
+            return tensor.to(torch.int32)
+        if tensor.dtype.is_complex and name in ("q", "k", "v"):
+            refuse(name, f"dtype {tensor.dtype}", "float64, float32, float16, bfloat16", "torch.view_as_real splits it.")
+        refuse(name, f"dtype {tensor.dtype}", _DTYPE_NAMES)
+    if tensor.layout is not torch.strided:
+        refuse(name, f"a tensor of layout {tensor.layout}", "torch.strided", "x.to_dense() converts it.")
+    device = tensor.device.type
+    if device != "cpu" and not (device == "meta" and meta):
+        if device == "meta":
+            refuse(name, "a tensor on the meta device, which has no data", "a tensor on the CPU")
+        raise UnsupportedError(
+            message(name, f"a tensor on device {tensor.device}", "device cpu", "This build has no GPU backend; x.cpu() moves it.")
+        )
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor
+
+
+def _check_subclass(tensor: Any, name: str, meta: bool) -> None:
+    """Subclasses that only add attributes have the memory of a plain tensor; those that dispatch may have none."""
+    kind = type(tensor)
+    if getattr(kind, "__torch_dispatch__", None) is getattr(sys.modules["torch"].Tensor, "__torch_dispatch__", None):
+        return
+    if kind.__name__ == "FakeTensor":
+        if not meta:
+            refuse(name, "a FakeTensor, which has no data", "a tensor on the CPU",
+                   "Under torch.compile or export, call tilewise in a function marked with torch.compiler.disable.")
+        return
+    refuse_type(name, f"a {kind.__module__}.{kind.__qualname__}", "torch.Tensor",
+                "For a jagged nested tensor give x.values() and x.offsets() as cu_seqlens." if "Nested" in kind.__name__ else "")
+
+
+def view(array: Array, name: str = "array") -> View:
+    """(address, dtype number, shape, strides) of an array from `as_array`."""
+    if type(array) is np.ndarray:
+        size = array.itemsize
+        strides = tuple([stride // size for stride in array.strides])
+        return array.__array_interface__["data"][0], _NUMPY_DTYPES[array.dtype], array.shape, strides
+    try:
+        address = array.data_ptr()
+    except RuntimeError as error:
+        raise InvalidArgumentError(
+            message(name, f"a tensor whose memory cannot be read ({str(error).splitlines()[0]})", "a plain tensor",
+                    "Inside torch.func transforms call tilewise.attention; the other functions take plain tensors.")
+        ) from None
+    if address == 0 and array.numel() != 0:  # a lazy zero tensor, as autograd may hand one over
+        refuse(name, "a tensor without memory", "a plain tensor", "x.clone() gives one.")
+    return address, _torch_dtypes[array.dtype], array.shape, array.stride()
+
+
+def shape_view(array: Array) -> View:
+    """Like `view`, without an address: for planning, where tensors may have no data."""
+    if type(array) is np.ndarray:
+        return view(array)
+    return 0, _torch_dtypes[array.dtype], array.shape, array.stride()
+
+
+def as_view(value: Any, name: str = "array") -> View:
+    """View of any object that `tilewise.attention` takes. The caller keeps `value` alive while the view is in use."""
+    return view(as_array(value, name), name)
+
+
+def check_output(array: Array, name: str) -> Array:
+    """An array that results are written to: no copy may be made of it."""
+    checked = as_array(array, name)
+    if checked is not array and not (isinstance(array, np.ndarray) and np.may_share_memory(checked, array)):
+        refuse(name, "an array that would have to be copied (byte order, alignment, dtype or a lazy negation)", "a plain one")
+    if isinstance(checked, np.ndarray):
+        if not checked.flags.writeable:
+            refuse(name, "a read-only array", "an array that can be written to")
+    elif checked.requires_grad and sys.modules["torch"].is_grad_enabled():
+        refuse(name, "a tensor that requires grad", "one that does not", "x.detach(), or torch.no_grad().")
+    return checked
+
+
+@lru_cache(maxsize=1024)
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes from outermost to innermost in memory. Axes of one element or stride 0 stay where they stand.
+
+    The same rule as torch.empty_like with preserve_format.
+    """
+    order = list(range(len(shape)))
+    for n in range(1, len(order)):
+        place = n
+        for other in range(n - 1, -1, -1):
+            outer, inner = order[other], order[place]
+            a, b = abs(strides[outer]), abs(strides[inner])
+            if a == 0 or b == 0 or shape[outer] == 1 or shape[inner] == 1:
+                continue
+            if a < b:
+                order[other], order[place] = inner, outer
+                place = other
+            else:
+                break
+    return tuple(order)
+
+
+def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
+    """New array of the kind of `like`, its axes in memory in the order of `like`'s (if `shape` has as many)."""
+    numpy = isinstance(like, np.ndarray)
+    strides = tuple(like.strides if numpy else like.stride())
+    order = _order(tuple(like.shape), strides) if len(shape) == len(strides) else tuple(range(len(shape)))
+    inner = tuple([shape[axis] for axis in order])
+    if numpy:
+        array = np.empty(inner, dtype or like.dtype)
+    else:
+        torch = sys.modules["torch"]
+        array = torch.empty(inner, dtype=dtype or like.dtype, device="cpu")
+    if order == tuple(range(len(order))):
+        return array
+    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return array.transpose(back) if numpy else array.permute(back)
+
+
+def accumulator(like: Array) -> Any:
+    """dtype of lse: float64 for float64 inputs, else float32."""
+    if isinstance(like, np.ndarray):
+        return np.dtype(np.float64 if like.dtype == np.float64 else np.float32)
+    torch = sys.modules["torch"]
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def is_float(array: Array) -> bool:
+    """Whether the dtype can have a gradient."""
+    return (_NUMPY_DTYPES if isinstance(array, np.ndarray) else torch_dtypes()).get(array.dtype, 5) < 5

@@ -1,0 +1,398 @@
+"""One call, taken apart: the arrays, and everything else.
+
+`Call` checks what kind of object each argument is and leaves shapes, dtypes and ranges to the C++ side, which checks
+them for every front. Arrays and settings are kept apart because the backward pass of torch gets its arrays anew (saved
+tensors may have been moved, or recomputed by a checkpoint), while the settings stay.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypedDict
+
+import numpy as np
+
+from . import _ext
+from ._arrays import Array, View, as_array, is_torch, shape_view, view
+from ._errors import ArgumentTypeError, InvalidArgumentError, message, refuse, refuse_type, refuse_unknown
+from ._trace import Function
+from .masks import Mask, as_mask
+
+Layout: TypeAlias = Literal["bshd", "bhsd"]
+Causal: TypeAlias = "bool | Literal['top_left']"
+ScoreMod: TypeAlias = "Function | Callable[..., Any]"
+
+
+class Options(TypedDict, total=False):
+    """The options of the formula; their meaning and defaults are those of `tilewise.attention`."""
+
+    layout: Layout
+    causal: Causal
+    q_offset: Any
+    window: tuple[int, int]
+    chunk: int
+    mask: Any
+    softmax_scale: float | None
+    softcap: float
+    bias: Any
+    alibi_slopes: Any
+    sinks: Any
+    score_mod: ScoreMod | None
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any
+    max_seqlen_q: Any
+    max_seqlen_kv: Any
+    seqused_q: Any
+    seqused_kv: Any
+    leftpad_kv: Any
+    dropout_p: float
+    seed: Any
+    deterministic: bool
+    batch_invariant: bool
+    backend: str | None
+    validate: bool
+
+
+OPTION_NAMES: Final = frozenset(Options.__annotations__)
+
+# Places of the arrays of a call; those of the mask and the score_mod follow.
+Q, K, V, BIAS, SLOPES, SINKS, Q_OFFSET, CU_Q, CU_KV, USED_Q, USED_KV, LEFTPAD, ARRAYS = range(13)
+NAMES: Final = (
+    "q", "k", "v", "bias", "alibi_slopes", "sinks", "q_offset", "cu_seqlens_q", "cu_seqlens_kv", "seqused_q",
+    "seqused_kv", "leftpad_kv",
+)  # fmt: skip
+
+_LAYOUTS: Final = {"bshd": 0, "bhsd": 1}
+_BOTTOM_RIGHT, _TOP_LEFT, _OFFSET_VALUE, _OFFSET_ARRAY = range(4)
+
+
+class Settings:
+    """All of a call that is not an array. Read-only after it is made."""
+
+    __slots__ = (
+        "array_names", "backend", "batch_invariant", "causal", "chunk", "deterministic", "dropout_p", "first_mod_array",
+        "is_torch", "layout", "mask", "max_seqlen_kv", "max_seqlen_q", "mod_names", "q_offset_mode", "q_offset_value",
+        "scalars", "score_mod", "softcap", "softmax_scale", "validate", "window",
+    )  # fmt: skip
+
+    is_torch: bool
+    layout: int
+    softmax_scale: float | None
+    causal: bool
+    softcap: float
+    window: tuple[int, int] | None
+    chunk: int
+    q_offset_mode: int
+    q_offset_value: int
+    mask: str
+    score_mod: str
+    scalars: tuple[float, ...]
+    array_names: tuple[str, ...]  # of the mask's and score_mod's arrays, for messages
+    first_mod_array: int  # arrays from here on belong to the score_mod only
+    mod_names: tuple[str, ...]  # captured name of each of those
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    dropout_p: float
+    deterministic: bool
+    batch_invariant: bool
+    backend: str
+    validate: bool
+
+    def problem(self, arrays: Sequence[Array | None], rng: tuple[int, int] = (0, 0), *, data: bool = True) -> _ext.Problem:
+        """The C struct for these arrays (which must outlive its use)."""
+        see: Callable[[Array], View] = view if data else shape_view
+        problem = _ext.Problem(see(arrays[Q]), see(arrays[K]), see(arrays[V]), self.layout)
+        if self.causal:
+            problem.causal = 1
+        if self.softmax_scale is not None:
+            problem.softmax_scale = self.softmax_scale
+            problem.has_softmax_scale = 1
+        if self.softcap:
+            problem.softcap = self.softcap
+        if self.window is not None:
+            problem.window_left, problem.window_right = self.window
+        if self.chunk:
+            problem.chunk = self.chunk
+        if self.q_offset_mode:
+            problem.q_offset_mode = self.q_offset_mode
+            problem.q_offset_value = self.q_offset_value
+        if self.mask:
+            problem.mask = self.mask
+        if self.score_mod:
+            problem.score_mod = self.score_mod
+        if self.scalars:
+            problem.set_scalars(self.scalars)
+        if len(arrays) > ARRAYS:
+            problem.set_arrays([see(array) for array in arrays[ARRAYS:]])
+        if (array := arrays[BIAS]) is not None:
+            problem.set_bias(see(array))
+        if (array := arrays[SLOPES]) is not None:
+            problem.set_alibi_slopes(see(array))
+        if (array := arrays[SINKS]) is not None:
+            problem.set_sinks(see(array))
+        if (array := arrays[Q_OFFSET]) is not None:
+            problem.set_q_offset(see(array))
+        if (array := arrays[CU_Q]) is not None:
+            problem.set_cu_seqlens_q(see(array))
+        if (array := arrays[CU_KV]) is not None:
+            problem.set_cu_seqlens_kv(see(array))
+        if (array := arrays[USED_Q]) is not None:
+            problem.set_seqused_q(see(array))
+        if (array := arrays[USED_KV]) is not None:
+            problem.set_seqused_kv(see(array))
+        if (array := arrays[LEFTPAD]) is not None:
+            problem.set_leftpad_kv(see(array))
+        if self.max_seqlen_q:
+            problem.max_seqlen_q = self.max_seqlen_q
+        if self.max_seqlen_kv:
+            problem.max_seqlen_kv = self.max_seqlen_kv
+        if self.dropout_p:
+            problem.dropout_p = self.dropout_p
+            problem.seed, problem.offset = rng
+        if self.deterministic:
+            problem.deterministic = 1
+        if self.batch_invariant:
+            problem.batch_invariant = 1
+        if self.validate:
+            problem.validate = 1
+        if self.backend:
+            problem.backend = self.backend
+        return problem
+
+    def explain_error(self, error: InvalidArgumentError) -> InvalidArgumentError:
+        """The same error with the caller's names in place of the numbers of arrays."""
+        text = str(error)
+        for n in reversed(range(len(self.array_names))):
+            text = text.replace(f"arrays[{n}]", self.array_names[n]).replace(f"@{n}", f"@{n} = {self.array_names[n]}")
+        return type(error)(text)
+
+
+class Call:
+    """`settings`, `arrays` by place, and the option `seed` as it was given."""
+
+    __slots__ = ("arrays", "seed", "settings")
+
+    settings: Settings
+    arrays: list[Array | None]
+    seed: Any
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layout: Any = "bshd",
+        causal: Any = False,
+        q_offset: Any = "bottom_right",
+        window: Any = (-1, -1),
+        chunk: Any = 0,
+        mask: Any = None,
+        softmax_scale: Any = None,
+        softcap: Any = 0.0,
+        bias: Any = None,
+        alibi_slopes: Any = None,
+        sinks: Any = None,
+        score_mod: Any = None,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_kv: Any = None,
+        max_seqlen_q: Any = None,
+        max_seqlen_kv: Any = None,
+        seqused_q: Any = None,
+        seqused_kv: Any = None,
+        leftpad_kv: Any = None,
+        dropout_p: Any = 0.0,
+        seed: Any = None,
+        deterministic: Any = False,
+        batch_invariant: Any = False,
+        backend: Any = None,
+        validate: Any = False,
+        *,
+        meta: bool = False,
+    ) -> None:
+        q = as_array(q, "q", meta=meta)
+        k = as_array(k, "k", meta=meta)
+        v = as_array(v, "v", meta=meta)
+        tensor = is_torch(q)
+        if is_torch(k) != tensor or is_torch(v) != tensor:
+            kinds = ", ".join("torch.Tensor" if is_torch(each) else "numpy.ndarray" for each in (q, k, v))
+            refuse_type("q, k, v", kinds, "one kind for all three", "torch.from_numpy(x) and x.numpy() convert without a copy.")
+
+        s = Settings()
+        s.is_torch = tensor
+        number = _LAYOUTS.get(layout) if isinstance(layout, str) else None
+        if number is None:
+            refuse("layout", repr(layout), "'bshd' [batch, seqlen, heads, dim] or 'bhsd' [batch, heads, seqlen, dim]")
+        s.layout = number
+
+        offset_array = None
+        s.q_offset_value = 0
+        if isinstance(q_offset, str):
+            if q_offset == "bottom_right":
+                s.q_offset_mode = _BOTTOM_RIGHT
+            elif q_offset == "top_left":
+                s.q_offset_mode = _TOP_LEFT
+            else:
+                refuse("q_offset", repr(q_offset), "'bottom_right', 'top_left', an int, or an integer array [batch]")
+        elif isinstance(q_offset, numbers.Integral) or (hasattr(q_offset, "ndim") and q_offset.ndim == 0):
+            s.q_offset_mode = _OFFSET_VALUE
+            s.q_offset_value = integer(q_offset, "q_offset")
+        else:
+            s.q_offset_mode = _OFFSET_ARRAY
+            offset_array = as_array(q_offset, "q_offset", sequence=True, meta=meta)
+        if causal is True or causal is False:
+            s.causal = causal
+        elif isinstance(causal, str) and causal == "top_left":
+            if s.q_offset_mode not in (_BOTTOM_RIGHT, _TOP_LEFT):
+                refuse("causal", "'top_left' with a q_offset", "one of the two", "causal=True obeys q_offset.")
+            s.causal = True
+            s.q_offset_mode = _TOP_LEFT
+        elif isinstance(causal, np.bool_):
+            s.causal = bool(causal)
+        else:
+            refuse("causal", repr(causal), "False, True (aligned as q_offset says: bottom right by default) or 'top_left'")
+
+        if window == (-1, -1):
+            s.window = None
+        else:
+            if not isinstance(window, (tuple, list)) or len(window) != 2:
+                refuse("window", repr(window), "a pair (left, right); -1 = unbounded", "The w latest keys are (w - 1, 0).")
+            s.window = (integer(window[0], "window left"), integer(window[1], "window right"))
+        s.chunk = integer(chunk, "chunk") if chunk else _no_number(chunk, "chunk")
+        s.softmax_scale = None if softmax_scale is None else real(softmax_scale, "softmax_scale")
+        s.softcap = real(softcap, "softcap")
+        s.max_seqlen_q = 0 if max_seqlen_q is None else integer(max_seqlen_q, "max_seqlen_q")
+        s.max_seqlen_kv = 0 if max_seqlen_kv is None else integer(max_seqlen_kv, "max_seqlen_kv")
+        s.dropout_p = real(dropout_p, "dropout_p")
+        if math.isnan(s.dropout_p):
+            refuse("dropout_p", "NaN", "a probability in [0, 1)")
+        s.deterministic = flag(deterministic, "deterministic")
+        s.batch_invariant = flag(batch_invariant, "batch_invariant")
+        s.validate = flag(validate, "validate")
+        if backend is not None and not isinstance(backend, str):
+            refuse_type("backend", repr(backend), "None (the best) or the name of an implementation")
+        s.backend = backend or ""
+        if seed is not None:
+            check_seed(seed)
+
+        arrays: list[Array | None] = [
+            q,
+            k,
+            v,
+            None if bias is None else as_array(bias, "bias", meta=meta),
+            None if alibi_slopes is None else as_array(alibi_slopes, "alibi_slopes", sequence=True, meta=meta),
+            None if sinks is None else as_array(sinks, "sinks", sequence=True, meta=meta),
+            offset_array,
+            None if cu_seqlens_q is None else as_array(cu_seqlens_q, "cu_seqlens_q", sequence=True, meta=meta),
+            None if cu_seqlens_kv is None else as_array(cu_seqlens_kv, "cu_seqlens_kv", sequence=True, meta=meta),
+            None if seqused_q is None else as_array(seqused_q, "seqused_q", sequence=True, meta=meta),
+            None if seqused_kv is None else as_array(seqused_kv, "seqused_kv", sequence=True, meta=meta),
+            None if leftpad_kv is None else as_array(leftpad_kv, "leftpad_kv", sequence=True, meta=meta),
+        ]
+
+        s.mask = s.score_mod = ""
+        s.scalars = ()
+        s.array_names = s.mod_names = ()
+        s.first_mod_array = 0
+        if mask is not None:
+            resolved = (mask if isinstance(mask, Mask) else as_mask(mask)).resolve()
+            s.mask = resolved.text
+            s.scalars = tuple(resolved.scalars)
+            s.array_names = tuple(resolved.names)
+            arrays.extend(resolved.arrays)
+        if score_mod is not None:
+            function = score_mod if isinstance(score_mod, Function) else Function("score_mod", score_mod, {})
+            if function.role != "score_mod":
+                refuse_type("score_mod", "a mask_mod", "a score_mod, f(x, b, h, i, j, s) -> x")
+            first, first_scalar = len(s.array_names), len(s.scalars)
+            s.score_mod = function.text(
+                tuple(range(first, first + len(function.arrays))),
+                tuple(range(first_scalar, first_scalar + len(function.scalars))),
+            )
+            s.scalars += function.scalars
+            s.first_mod_array = first
+            s.mod_names = tuple([name for name, _ in function.arrays])
+            s.array_names += tuple([f"score_mod's {name}" for name in s.mod_names])
+            arrays.extend([array for _, array in function.arrays])
+        self.settings = s
+        self.arrays = arrays
+        self.seed = seed
+
+    def problem(self, rng: tuple[int, int] = (0, 0), *, data: bool = True) -> _ext.Problem:
+        return self.settings.problem(self.arrays, rng, data=data)
+
+
+def call_from(function: str, q: Any, k: Any, v: Any, options: Mapping[str, Any], *, meta: bool = False) -> Call:
+    """A Call from keyword options, with a good error for one that does not exist."""
+    unknown = options.keys() - OPTION_NAMES
+    if unknown:
+        refuse_unknown(function, unknown, OPTION_NAMES)
+    return Call(q, k, v, **options, meta=meta)
+
+
+def renamed(settings: Settings, error: InvalidArgumentError) -> NoReturn:
+    """Raises the error again, with arrays under their own names."""
+    raise (settings.explain_error(error) if settings.array_names else error) from None
+
+
+# ------------------------------------------------------------------------------------------------- small kinds
+
+
+def integer(value: Any, argument: str) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        refuse_type(argument, repr(value), "an integer")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        refuse_type(argument, f"{value!r} ({type(value).__name__})", "an integer")
+    if not -(2**63) <= number < 2**63:
+        refuse(argument, number, "a 64-bit integer")
+    return number
+
+
+def real(value: Any, argument: str) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
+    if (isinstance(value, np.ndarray) or is_torch(value)) and value.ndim == 0:
+        if getattr(value, "requires_grad", False):
+            refuse(argument, "a tensor that requires grad", "a number", f"{argument} has no gradient; use a score_mod with a captured array.")
+        return float(value)
+    refuse_type(argument, f"{value!r} ({type(value).__name__})", "a number")
+
+
+def flag(value: Any, argument: str) -> bool:
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    refuse_type(argument, repr(value), "True or False")
+
+
+def _no_number(value: Any, argument: str) -> int:
+    """For the falsy: 0 is fine; None, False, '' and [] are not."""
+    if isinstance(value, (bool, type(None))) or not isinstance(value, numbers.Integral):
+        refuse_type(argument, repr(value), "an integer; 0 = off")
+    return 0
+
+
+def check_seed(seed: Any) -> tuple[int, int]:
+    """(seed, offset) of an int, or of an int64 array or tensor of two."""
+    if isinstance(seed, (bool, np.bool_)):
+        refuse_type("seed", repr(seed), "None, an int, or int64[2] (seed, offset)")
+    if isinstance(seed, numbers.Integral):
+        number = int(seed)
+        if not -(2**63) <= number < 2**64:
+            refuse("seed", number, "64 bits")
+        return (number if number < 2**63 else number - 2**64, 0)
+    if isinstance(seed, np.ndarray) or is_torch(seed):
+        array = as_array(seed, "seed")
+        if tuple(array.shape) != (2,) or "int" not in str(array.dtype):
+            refuse("seed", f"{array.dtype} {list(array.shape)}", "None, an int, or int64[2] (seed, offset)")
+        return int(array[0]), int(array[1])
+    if isinstance(seed, (tuple, list)) and len(seed) == 2:
+        return integer(seed[0], "seed"), integer(seed[1], "seed offset")
+    raise ArgumentTypeError(message("seed", f"a {type(seed).__name__}", "None, an int, or int64[2] (seed, offset)"))

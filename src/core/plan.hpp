@@ -1,0 +1,36 @@
+// Plan: decide once, run many. Immutable; any number of threads may run it, each with its own workspace.
+#pragma once
+
+#include <string>
+
+#include "registry.hpp"
+
+namespace tilewise::core {
+
+class Plan {
+public:
+    // Throws Error: unsupported with every implementation's reason if nothing takes the problem.
+    Plan(const tilewise_problem& problem, Pass pass);
+
+    [[nodiscard]] Pass pass() const { return pass_; }
+    [[nodiscard]] const Problem& problem() const { return problem_; }
+    [[nodiscard]] size_t workspace_bytes() const { return workspace_bytes_; }
+    [[nodiscard]] std::string explain() const;
+
+    void forward(const tilewise_problem& problem, const tilewise_forward_args& args, Workspace workspace) const;
+    void backward(const tilewise_problem& problem, const tilewise_backward_args& args, Workspace workspace) const;
+
+private:
+    [[nodiscard]] Problem problem_to_run(const tilewise_problem& problem, Pass pass, Workspace workspace) const;
+
+    Problem problem_;
+    Pass pass_;
+    Choice choice_;
+    size_t workspace_bytes_ = 0;
+};
+
+// Allocates the workspace and runs.
+void forward(const tilewise_problem& problem, const tilewise_forward_args& args);
+void backward(const tilewise_problem& problem, const tilewise_backward_args& args);
+
+}  // namespace tilewise::core

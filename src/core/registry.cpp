@@ -1,0 +1,34 @@
+#include "registry.hpp"
+
+#include <cstdio>
+
+#include "env.hpp"
+
+namespace tilewise::core {
+
+Choice choose(const Problem& problem, Pass pass) {
+    Choice choice;
+    bool known = problem.backend.empty();
+    std::string names;
+    for (const Implementation* implementation : implementations()) {
+        names += std::string(names.empty() ? "" : ", ") + implementation->name;
+        if (!problem.backend.empty() && problem.backend != implementation->name) continue;
+        known = true;
+        std::string reason = implementation->supports(problem, pass);
+        if (reason.empty()) {
+            choice.implementation = implementation;
+            break;
+        }
+        choice.refusals.push_back({implementation, std::move(reason)});
+    }
+    if (!known) refuse("backend", "\"" + problem.backend + "\"", names, "Leave it out for the best one.");
+    if (env("TILEWISE_VERBOSE").find("dispatch") != std::string::npos) {
+        std::string line = std::string("tilewise dispatch ") + (pass == Pass::forward ? "forward " : "backward ") + describe(problem);
+        for (const Refusal& refusal : choice.refusals) line += std::string("\n  ") + refusal.implementation->name + ": " + refusal.reason;
+        line += std::string("\n  -> ") + (choice.implementation ? choice.implementation->name : "nothing");
+        std::fprintf(stderr, "%s\n", line.c_str());
+    }
+    return choice;
+}
+
+}  // namespace tilewise::core

@@ -1,0 +1,52 @@
+// The ordered list of implementations; each says why it does not take a problem. Reading the list is reading the
+// architecture. The list itself stands in src/implementations.cpp.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "problem.hpp"
+
+namespace tilewise::core {
+
+struct Workspace {
+    void* data = nullptr;  // 64-byte aligned, contents undefined
+    size_t bytes = 0;
+};
+
+struct Implementation {
+    const char* name;
+    // Empty string = takes it; otherwise one sentence that says why not and what would work.
+    std::string (*supports)(const Problem& problem, Pass pass);
+    size_t (*workspace_bytes)(const Problem& problem, Pass pass);
+    std::string (*explain)(const Problem& problem, Pass pass);  // tile sizes, ISA, split: one line per fact
+    void (*forward)(const Problem& problem, const ForwardArgs& args, Workspace workspace);
+    void (*backward)(const Problem& problem, const BackwardArgs& args, Workspace workspace);
+};
+
+// These few are implemented in src/implementations.cpp, the only file that sees the backends.
+std::span<const Implementation* const> implementations();
+void set_parallel_for(tilewise_parallel_for function, void* user, int32_t num_threads);
+void set_num_threads(int32_t count);
+int32_t num_threads();
+std::string backend_facts();  // "key: value" lines
+// Probabilities of chosen rows and heads into out [batch, heads, rows, seqlen_kv]; lse may be absent.
+void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,
+                const Array& out);
+
+struct Refusal {
+    const Implementation* implementation;
+    std::string reason;
+};
+
+struct Choice {
+    const Implementation* implementation = nullptr;  // null: nothing takes the problem
+    std::vector<Refusal> refusals;                   // of those asked before it
+};
+
+// Honours problem.backend: an unknown name, or one that refuses, is an Error, never a silent fallback.
+Choice choose(const Problem& problem, Pass pass);
+
+}  // namespace tilewise::core

@@ -1,0 +1,35 @@
+// The ordered list of implementations: best first, the reference last. The only file that sees the backends.
+#include "core/registry.hpp"
+#include "cpu/cpu_tiled.hpp"
+#include "cpu/isa.hpp"
+#include "cpu/parallel.hpp"
+#include "cpu/reference.hpp"
+
+namespace tilewise::core {
+
+std::span<const Implementation* const> implementations() {
+    static constexpr const Implementation* kList[] = {
+        &cpu::kCpuTiled,
+        &cpu::kReference,
+    };
+    return kList;
+}
+
+void set_parallel_for(tilewise_parallel_for function, void* user, int32_t count) { cpu::set_executor(function, user, count); }
+void set_num_threads(int32_t count) { cpu::set_num_threads(count); }
+int32_t num_threads() { return cpu::max_threads(); }
+
+std::string backend_facts() {
+    std::string text = std::string("cpu isa: ") + cpu::name(cpu::current_isa()) + " (available:";
+    for (const cpu::Isa isa : {cpu::Isa::avx512, cpu::Isa::avx2, cpu::Isa::scalar}) {
+        if (cpu::available(isa)) text += std::string(" ") + cpu::name(isa);
+    }
+    return text + ")\ncpu threads: " + std::to_string(cpu::max_threads()) + "\ncpu executor: " + cpu::executor_name() + "\n";
+}
+
+void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,
+                const Array& out) {
+    cpu::attn_probs(problem, lse, rows, heads, out);
+}
+
+}  // namespace tilewise::core
