@@ -213,8 +213,11 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         constexpr DType kAll[] = {DType::f64, DType::f32, DType::f16, DType::bf16};
         return chance(0.5) ? dtype : kAll[uniform(0, 3)];
     };
-    const int64_t max_q = packed_q ? *std::max_element(rows_q.begin(), rows_q.end() + (rows_q.empty() ? 1 : 0)) : seqlen_q;
-    const int64_t max_kv = packed_kv && !rows_kv.empty() ? *std::max_element(rows_kv.begin(), rows_kv.end()) : packed_kv ? 0 : seqlen_kv;
+    const auto longest = [](const std::vector<int64_t>& rows, int64_t dense, bool packed) {
+        if (!packed) return dense;
+        return rows.empty() ? int64_t{0} : *std::max_element(rows.begin(), rows.end());
+    };
+    const int64_t max_q = longest(rows_q, seqlen_q, packed_q), max_kv = longest(rows_kv, seqlen_kv, packed_kv);
     if (chance(0.25)) {
         std::vector<int64_t> shape{batch, heads_q, max_q, max_kv};
         for (int64_t& n : shape) {
@@ -531,8 +534,6 @@ std::string Case::check(const std::string& implementation) {
     }
     return wrong.str();
 }
-
-std::string Case::describe() const { return core::describe(core::make_problem(raw_)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 

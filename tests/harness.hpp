@@ -59,7 +59,8 @@ public:
 
     // Runs forward and backward with the implementation (or "standard") and compares. Returns "" or what went wrong.
     std::string check(const std::string& implementation);
-    [[nodiscard]] std::string describe() const;
+    [[nodiscard]] std::string describe() const { return core::describe(problem()); }
+    [[nodiscard]] core::Problem problem() const { return core::make_problem(raw_); }
 
     struct Results {
         std::vector<std::string> names;
@@ -85,8 +86,6 @@ private:
     Buffer& random_float(DType dtype, std::vector<int64_t> shape, double spread, bool strided);
     Buffer& integers(DType dtype, std::vector<int64_t> values);
     int add_array(const Buffer& buffer);
-    std::string random_mask(int depth);
-    std::string random_score_mod();
 };
 
 // Sets TILEWISE_CPU_ISA for a scope.

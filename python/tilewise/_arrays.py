@@ -48,7 +48,19 @@ def torch_dtypes() -> dict[Any, int]:
     """torch dtype -> tilewise_dtype; filled when the first tensor comes by."""
     if not _torch_dtypes:
         torch = sys.modules["torch"]
-        names = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint32")
+        names = (
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "int64",
+            "int32",
+            "int16",
+            "int8",
+            "uint8",
+            "bool",
+            "uint32",
+        )
         for number, name in enumerate(names, start=1):
             if hasattr(torch, name):  # uint32 is young
                 _torch_dtypes[getattr(torch, name)] = number
@@ -92,7 +104,12 @@ def _numpy_array(array: np.ndarray[Any, Any], name: str) -> Array:
         if dtype.name == "bfloat16" and dtype.itemsize == 2:
             _NUMPY_DTYPES[dtype] = 4
         elif not dtype.isnative:
-            refuse(name, f"dtype {dtype} of the other byte order", "native byte order", "x.astype(x.dtype.newbyteorder('=')) converts it.")
+            refuse(
+                name,
+                f"dtype {dtype} of the other byte order",
+                "native byte order",
+                "x.astype(x.dtype.newbyteorder('=')) converts it.",
+            )
         else:
             refuse(name, f"dtype {dtype}", _DTYPE_NAMES)
     if not array.flags.aligned or any(stride % dtype.itemsize for stride in array.strides):
@@ -108,7 +125,9 @@ def _torch_tensor(tensor: Any, name: str, meta: bool) -> Array:
         if tensor.dtype == getattr(torch, "uint16", None):
             return tensor.to(torch.int32)
         if tensor.dtype.is_complex and name in ("q", "k", "v"):
-            refuse(name, f"dtype {tensor.dtype}", "float64, float32, float16, bfloat16", "torch.view_as_real splits it.")
+            refuse(
+                name, f"dtype {tensor.dtype}", "float64, float32, float16, bfloat16", "torch.view_as_real splits it."
+            )
         refuse(name, f"dtype {tensor.dtype}", _DTYPE_NAMES)
     if tensor.layout is not torch.strided:
         refuse(name, f"a tensor of layout {tensor.layout}", "torch.strided", "x.to_dense() converts it.")
@@ -117,7 +136,12 @@ def _torch_tensor(tensor: Any, name: str, meta: bool) -> Array:
         if device == "meta":
             refuse(name, "a tensor on the meta device, which has no data", "a tensor on the CPU")
         raise UnsupportedError(
-            message(name, f"a tensor on device {tensor.device}", "device cpu", "This build has no GPU backend; x.cpu() moves it.")
+            message(
+                name,
+                f"a tensor on device {tensor.device}",
+                "device cpu",
+                "This build has no GPU backend; x.cpu() moves it.",
+            )
         )
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -131,11 +155,21 @@ def _check_subclass(tensor: Any, name: str, meta: bool) -> None:
         return
     if kind.__name__ == "FakeTensor":
         if not meta:
-            refuse(name, "a FakeTensor, which has no data", "a tensor on the CPU",
-                   "Under torch.compile or export, call tilewise in a function marked with torch.compiler.disable.")
+            refuse(
+                name,
+                "a FakeTensor, which has no data",
+                "a tensor on the CPU",
+                "Under torch.compile or export, call tilewise in a function marked with torch.compiler.disable.",
+            )
         return
-    refuse_type(name, f"a {kind.__module__}.{kind.__qualname__}", "torch.Tensor",
-                "For a jagged nested tensor give x.values() and x.offsets() as cu_seqlens." if "Nested" in kind.__name__ else "")
+    refuse_type(
+        name,
+        f"a {kind.__module__}.{kind.__qualname__}",
+        "torch.Tensor",
+        "For a jagged nested tensor give x.values() and x.offsets() as cu_seqlens."
+        if "Nested" in kind.__name__
+        else "",
+    )
 
 
 def view(array: Array, name: str = "array") -> View:
@@ -148,8 +182,12 @@ def view(array: Array, name: str = "array") -> View:
         address = array.data_ptr()
     except RuntimeError as error:
         raise InvalidArgumentError(
-            message(name, f"a tensor whose memory cannot be read ({str(error).splitlines()[0]})", "a plain tensor",
-                    "Inside torch.func transforms call tilewise.attention; the other functions take plain tensors.")
+            message(
+                name,
+                f"a tensor whose memory cannot be read ({str(error).splitlines()[0]})",
+                "a plain tensor",
+                "Inside torch.func transforms call tilewise.attention; the other functions take plain tensors.",
+            )
         ) from None
     if address == 0 and array.numel() != 0:  # a lazy zero tensor, as autograd may hand one over
         refuse(name, "a tensor without memory", "a plain tensor", "x.clone() gives one.")
@@ -172,7 +210,11 @@ def check_output(array: Array, name: str) -> Array:
     """An array that results are written to: no copy may be made of it."""
     checked = as_array(array, name)
     if checked is not array and not (isinstance(array, np.ndarray) and np.may_share_memory(checked, array)):
-        refuse(name, "an array that would have to be copied (byte order, alignment, dtype or a lazy negation)", "a plain one")
+        refuse(
+            name,
+            "an array that would have to be copied (byte order, alignment, dtype or a lazy negation)",
+            "a plain one",
+        )
     if isinstance(checked, np.ndarray):
         if not checked.flags.writeable:
             refuse(name, "a read-only array", "an array that can be written to")
@@ -204,20 +246,26 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
-    """New array of the kind of `like`, its axes in memory in the order of `like`'s (if `shape` has as many)."""
+    """New array of the kind of `like`, in row-major order; dtype of `like` unless given."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype or like.dtype)
+    return sys.modules["torch"].empty(shape, dtype=dtype or like.dtype, device="cpu")
+
+
+def empty_in_order(like: Array, shape: tuple[int, ...]) -> Array:
+    """New array of the kind, dtype and rank of `like`, with its axes in memory in the order of `like`'s."""
     numpy = isinstance(like, np.ndarray)
-    strides = tuple(like.strides if numpy else like.stride())
-    order = _order(tuple(like.shape), strides) if len(shape) == len(strides) else tuple(range(len(shape)))
-    inner = tuple([shape[axis] for axis in order])
-    if numpy:
-        array = np.empty(inner, dtype or like.dtype)
-    else:
-        torch = sys.modules["torch"]
-        array = torch.empty(inner, dtype=dtype or like.dtype, device="cpu")
+    order = _order(tuple(like.shape), tuple(like.strides if numpy else like.stride()))
+    array = empty(like, tuple([shape[axis] for axis in order]))
     if order == tuple(range(len(order))):
         return array
-    back = tuple(sorted(range(len(order)), key=order.__getitem__))
+    back = inverse(order)
     return array.transpose(back) if numpy else array.permute(back)
+
+
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """The permutation that undoes `order`."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def accumulator(like: Array) -> Any:

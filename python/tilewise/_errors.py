@@ -69,4 +69,6 @@ def refuse_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) 
     hints = [(name, difflib.get_close_matches(name, known, n=1, cutoff=0.5)) for name in names]
     nearest = "; ".join(f"did you mean {match[0]!r} instead of {name!r}?" for name, match in hints if match)
     nearest = nearest[:1].upper() + nearest[1:]
-    raise ArgumentTypeError(message(f"{function}()", f"the option {', '.join(map(repr, names))}", ", ".join(known), nearest))
+    raise ArgumentTypeError(
+        message(f"{function}()", f"the option {', '.join(map(repr, names))}", ", ".join(known), nearest)
+    )

@@ -7,9 +7,10 @@ tensors may have been moved, or recomputed by a checkpoint), while the settings 
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypedDict
 
@@ -101,7 +102,9 @@ class Settings:
     backend: str
     validate: bool
 
-    def problem(self, arrays: Sequence[Array | None], rng: tuple[int, int] = (0, 0), *, data: bool = True) -> _ext.Problem:
+    def problem(
+        self, arrays: Sequence[Array | None], rng: tuple[int, int] = (0, 0), *, data: bool = True
+    ) -> _ext.Problem:
         """The C struct for these arrays (which must outlive its use)."""
         see: Callable[[Array], View] = view if data else shape_view
         problem = _ext.Problem(see(arrays[Q]), see(arrays[K]), see(arrays[V]), self.layout)
@@ -164,10 +167,12 @@ class Settings:
 
     def explain_error(self, error: InvalidArgumentError) -> InvalidArgumentError:
         """The same error with the caller's names in place of the numbers of arrays."""
-        text = str(error)
-        for n in reversed(range(len(self.array_names))):
-            text = text.replace(f"arrays[{n}]", self.array_names[n]).replace(f"@{n}", f"@{n} = {self.array_names[n]}")
-        return type(error)(text)
+
+        def name(match: re.Match[str]) -> str:
+            n = int(match[1])
+            return f"{match[0]} = {self.array_names[n]}" if n < len(self.array_names) else match[0]
+
+        return type(error)(re.sub(r"(?:@|arrays\[)(\d+)\]?", name, str(error)))
 
 
 class Call:
@@ -218,7 +223,9 @@ class Call:
         tensor = is_torch(q)
         if is_torch(k) != tensor or is_torch(v) != tensor:
             kinds = ", ".join("torch.Tensor" if is_torch(each) else "numpy.ndarray" for each in (q, k, v))
-            refuse_type("q, k, v", kinds, "one kind for all three", "torch.from_numpy(x) and x.numpy() convert without a copy.")
+            refuse_type(
+                "q, k, v", kinds, "one kind for all three", "torch.from_numpy(x) and x.numpy() convert without a copy."
+            )
 
         s = Settings()
         s.is_torch = tensor
@@ -236,7 +243,7 @@ class Call:
                 s.q_offset_mode = _TOP_LEFT
             else:
                 refuse("q_offset", repr(q_offset), "'bottom_right', 'top_left', an int, or an integer array [batch]")
-        elif isinstance(q_offset, numbers.Integral) or (hasattr(q_offset, "ndim") and q_offset.ndim == 0):
+        elif isinstance(q_offset, (int, np.integer)) or (hasattr(q_offset, "ndim") and q_offset.ndim == 0):
             s.q_offset_mode = _OFFSET_VALUE
             s.q_offset_value = integer(q_offset, "q_offset")
         else:
@@ -252,23 +259,25 @@ class Call:
         elif isinstance(causal, np.bool_):
             s.causal = bool(causal)
         else:
-            refuse("causal", repr(causal), "False, True (aligned as q_offset says: bottom right by default) or 'top_left'")
+            refuse(
+                "causal", repr(causal), "False, True (aligned as q_offset says: bottom right by default) or 'top_left'"
+            )
 
-        if window == (-1, -1):
-            s.window = None
-        else:
-            if not isinstance(window, (tuple, list)) or len(window) != 2:
-                refuse("window", repr(window), "a pair (left, right); -1 = unbounded", "The w latest keys are (w - 1, 0).")
-            s.window = (integer(window[0], "window left"), integer(window[1], "window right"))
-        s.chunk = integer(chunk, "chunk") if chunk else _no_number(chunk, "chunk")
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            refuse_type(
+                "window", repr(window), "a pair (left, right); -1 = unbounded", "The w latest keys are (w - 1, 0)."
+            )
+        left, right = window
+        s.window = None if left == right == -1 else (integer(left, "window left"), integer(right, "window right"))
+        s.chunk = integer(chunk, "chunk")
         s.softmax_scale = None if softmax_scale is None else real(softmax_scale, "softmax_scale")
         s.softcap = real(softcap, "softcap")
         s.max_seqlen_q = 0 if max_seqlen_q is None else integer(max_seqlen_q, "max_seqlen_q")
         s.max_seqlen_kv = 0 if max_seqlen_kv is None else integer(max_seqlen_kv, "max_seqlen_kv")
         s.dropout_p = real(dropout_p, "dropout_p")
-        if math.isnan(s.dropout_p):
-            refuse("dropout_p", "NaN", "a probability in [0, 1)")
         s.deterministic = flag(deterministic, "deterministic")
+        if tensor and not s.deterministic:
+            s.deterministic = sys.modules["torch"].are_deterministic_algorithms_enabled()
         s.batch_invariant = flag(batch_invariant, "batch_invariant")
         s.validate = flag(validate, "validate")
         if backend is not None and not isinstance(backend, str):
@@ -341,6 +350,8 @@ def renamed(settings: Settings, error: InvalidArgumentError) -> NoReturn:
 
 
 def integer(value: Any, argument: str) -> int:
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return value
     if isinstance(value, (bool, np.bool_)):
         refuse_type(argument, repr(value), "an integer")
     try:
@@ -359,9 +370,14 @@ def real(value: Any, argument: str) -> float:
         return float(value)
     if (isinstance(value, np.ndarray) or is_torch(value)) and value.ndim == 0:
         if getattr(value, "requires_grad", False):
-            refuse(argument, "a tensor that requires grad", "a number", f"{argument} has no gradient; use a score_mod with a captured array.")
+            refuse(
+                argument,
+                "a tensor that requires grad",
+                "a number",
+                f"{argument} has no gradient; use a score_mod with a captured array.",
+            )
         return float(value)
-    refuse_type(argument, f"{value!r} ({type(value).__name__})", "a number")
+    return refuse_type(argument, f"{value!r} ({type(value).__name__})", "a number")
 
 
 def flag(value: Any, argument: str) -> bool:
@@ -369,14 +385,7 @@ def flag(value: Any, argument: str) -> bool:
         return value
     if isinstance(value, np.bool_):
         return bool(value)
-    refuse_type(argument, repr(value), "True or False")
-
-
-def _no_number(value: Any, argument: str) -> int:
-    """For the falsy: 0 is fine; None, False, '' and [] are not."""
-    if isinstance(value, (bool, type(None))) or not isinstance(value, numbers.Integral):
-        refuse_type(argument, repr(value), "an integer; 0 = off")
-    return 0
+    return refuse_type(argument, repr(value), "True or False")
 
 
 def check_seed(seed: Any) -> tuple[int, int]:

@@ -8,6 +8,7 @@ list. Nothing of the function itself is kept or called again.
 
 from __future__ import annotations
 
+import builtins as builtins_module
 import inspect
 import math
 import numbers
@@ -108,11 +109,15 @@ class Node:
 
     def __pow__(self, exponent: Any) -> Node:
         if isinstance(exponent, Node) or not isinstance(exponent, numbers.Real):
-            raise TraceError("**: the exponent must be a Python number; write tilewise.ops.exp(y * tilewise.ops.log(x))")
+            raise TraceError(
+                "**: the exponent must be a Python number; write tilewise.ops.exp(y * tilewise.ops.log(x))"
+            )
         if exponent == 0.5:
             return sqrt(self)
         if exponent not in (1, 2, 3, 4):
-            raise TraceError(message("**", f"the exponent {exponent}", "1, 2, 3, 4 and 0.5", "Use ops.exp and ops.log."))
+            raise TraceError(
+                message("**", f"the exponent {exponent}", "1, 2, 3, 4 and 0.5", "Use ops.exp and ops.log.")
+            )
         result = self
         for _ in range(int(exponent) - 1):
             result = result * self
@@ -156,11 +161,10 @@ class Node:
         return _logic("or", "|", other, self)
 
     def __xor__(self, other: Any) -> Node:
-        _logic("ne", "^", self, other)  # for its check
-        return _call("ne", BOOLEAN, self, other)
+        return _logic("ne", "^", self, other)
 
     def __rxor__(self, other: Any) -> Node:
-        return self ^ other
+        return _logic("ne", "^", other, self)
 
     def __invert__(self) -> Node:
         return _logic("not", "~", self)
@@ -186,7 +190,9 @@ class Node:
 
     # NumPy's and torch's own functions, so that np.exp(x), torch.where(c, a, b) and np.float32(2) * x work.
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Node:
-        return _foreign("numpy", ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}", inputs, options)
+        return _foreign(
+            "numpy", ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}", inputs, options
+        )
 
     def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Node:
         return _foreign("numpy", function.__name__, args, options)
@@ -211,7 +217,9 @@ class _CapturedArray:
         nodes = []
         for each in indices:
             if isinstance(each, slice) or each is None or each is Ellipsis:
-                raise TraceError(message(f"s.{self._name}[...]", repr(each), "one integer per axis", "There are no slices."))
+                raise TraceError(
+                    message(f"s.{self._name}[...]", repr(each), "one integer per axis", "There are no slices.")
+                )
             node = as_node(each)
             if node.kind == REAL:
                 raise TraceError(
@@ -244,7 +252,9 @@ class _State:
             return Node(name, (), INTEGER)
         if name not in self._captured:
             known = ", ".join((*SEQUENCE_FACTS, *self._captured))
-            raise TraceError(message(f"s.{name}", "a name that was not captured", known, f"Capture it: mod(f, {name}=...)."))
+            raise TraceError(
+                message(f"s.{name}", "a name that was not captured", known, f"Capture it: mod(f, {name}=...).")
+            )
         what, rank, kind = self._captured[name]
         names = self._arrays if what == "array" else self._scalars
         if name not in names:
@@ -270,7 +280,7 @@ def as_node(value: Any) -> Node:
         return Node("true" if value else "false", (), BOOLEAN)
     if isinstance(value, numbers.Integral):
         value = int(value)
-        if abs(value) > _INT32_MAX:
+        if not -_INT32_MAX <= value <= _INT32_MAX:
             raise TraceError(message("constant", value, "an int32", f"Write it as a real number: {float(value)!r}."))
         return Node(str(value), (), INTEGER)
     if isinstance(value, numbers.Real):
@@ -282,7 +292,9 @@ def as_node(value: Any) -> Node:
         if value.ndim == 0 and not getattr(value, "requires_grad", False):
             return as_node(value.item())
         raise TraceError(_CAPTURE)
-    raise TraceError(message("traced function", f"a {type(value).__name__}", "numbers, traced values and s.<captured name>"))
+    raise TraceError(
+        message("traced function", f"a {type(value).__name__}", "numbers, traced values and s.<captured name>")
+    )
 
 
 def _call(op: str, kind: int, *operands: Any) -> Node:
@@ -300,8 +312,13 @@ def _logic(op: str, symbol: str, *operands: Any) -> Node:
     for node in nodes:
         if node.kind != BOOLEAN:
             raise TraceError(
-                message(symbol, _KIND_NAMES[node.kind], "bools", "Compare first: (i // 2 == 0) & (j > i). "
-                        "Mind the brackets: & binds tighter than <. Bits of integers come from // and %.")
+                message(
+                    symbol,
+                    _KIND_NAMES[node.kind],
+                    "bools",
+                    "Compare first: (i // 2 == 0) & (j > i). "
+                    "Mind the brackets: & binds tighter than <. Bits of integers come from // and %.",
+                )
             )
     return Node(op, nodes, BOOLEAN)
 
@@ -313,7 +330,9 @@ def where(condition: Any, a: Any, b: Any) -> Node:
     """a where the condition holds, else b. The gradient goes to the branch that was taken, and to no other."""
     node = as_node(condition)
     if node.kind != BOOLEAN:
-        raise TraceError(message("where", f"{_KIND_NAMES[node.kind]} as the condition", "a bool", "Compare it: c != 0."))
+        raise TraceError(
+            message("where", f"{_KIND_NAMES[node.kind]} as the condition", "a bool", "Compare it: c != 0.")
+        )
     yes, no = as_node(a), as_node(b)
     return Node("where", (node, yes, no), max(yes.kind, no.kind))
 
@@ -348,7 +367,7 @@ def sqrt(a: Any) -> Node:
     return _call("sqrt", REAL, a)
 
 
-def abs(a: Any) -> Node:
+def absolute(a: Any) -> Node:
     """Absolute value; its derivative at 0 is 1."""
     return _number("abs", a)
 
@@ -360,7 +379,7 @@ def to_float(a: Any) -> Node:
 
 _FOREIGN: Final[dict[str, Callable[..., Node]]] = {
     "where": where, "exp": exp, "log": log, "tanh": tanh, "sqrt": sqrt,
-    "abs": abs, "absolute": abs, "fabs": abs, "minimum": minimum, "maximum": maximum, "fmin": minimum, "fmax": maximum,
+    "abs": absolute, "absolute": absolute, "fabs": absolute, "minimum": minimum, "maximum": maximum, "fmin": minimum, "fmax": maximum,
     "add": operator.add, "subtract": operator.sub, "sub": operator.sub, "multiply": operator.mul, "mul": operator.mul,
     "divide": operator.truediv, "true_divide": operator.truediv, "div": operator.truediv,
     "floor_divide": operator.floordiv, "floordiv": operator.floordiv, "remainder": operator.mod,
@@ -404,8 +423,12 @@ def render(root: Node, arrays: Sequence[int] | None = None, scalars: Sequence[in
         parts = [known[id(arg)] for arg in node.args]
         if sum(map(len, parts)) > _MAX_TEXT:
             raise TraceError(
-                message("traced function", f"an expression of more than {_MAX_TEXT} bytes of text", f"up to {_MAX_TEXT}",
-                        "Capture a precomputed array instead.")
+                message(
+                    "traced function",
+                    f"an expression of more than {_MAX_TEXT} bytes of text",
+                    f"up to {_MAX_TEXT}",
+                    "Capture a precomputed array instead.",
+                )
             )
         reference = node.ref
         if node.op == "$":
@@ -475,7 +498,9 @@ class Function:
 def _classify(role: str, name: str, value: Any) -> tuple[Any, tuple[str, int, int]]:
     """A captured object: what to keep of it, and ("array" | "scalar", rank, kind)."""
     if name in SEQUENCE_FACTS:
-        raise InvalidArgumentError(message(role, f"a captured object named {name}", "other names", f"s.{name} is taken."))
+        raise InvalidArgumentError(
+            message(role, f"a captured object named {name}", "other names", f"s.{name} is taken.")
+        )
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool):
@@ -524,7 +549,7 @@ def _stable_key(function: Callable[..., Any]) -> Any:
             values.append(cell.cell_contents)
     except ValueError:  # an empty cell
         return None
-    scope, builtins = function.__globals__, function.__builtins__
+    scope, builtins = function.__globals__, vars(builtins_module)
     for name in code.co_names:
         if name in scope:
             values.append(scope[name])
@@ -538,9 +563,11 @@ def _stable_key(function: Callable[..., Any]) -> Any:
         kind = type(value)
         if kind in _CONSTANTS:
             key.append((kind, repr(value) if kind is float else value))  # repr tells 0.0 from -0.0
-        elif (kind is types.ModuleType and value.__name__ in _STABLE_MODULES) or (
-            kind is types.FunctionType and value.__module__ == __name__
-        ) or (kind is types.BuiltinFunctionType and value.__module__ in ("builtins", "math")):
+        elif (
+            (kind is types.ModuleType and value.__name__ in _STABLE_MODULES)
+            or (kind is types.FunctionType and value.__module__ == __name__)
+            or (kind is types.BuiltinFunctionType and value.__module__ in ("builtins", "math"))
+        ):
             key.append((kind, id(value)))
         else:
             return None
@@ -562,7 +589,9 @@ def _trace(role: str, function: Callable[..., Any], captured: Mapping[str, tuple
         raise TraceError(message(role, "a function that returns None", "a value", "Is a `return` missing?"))
     root = as_node(result)
     if role == "mask_mod" and root.kind != BOOLEAN:
-        raise TraceError(message(role, f"{_KIND_NAMES[root.kind]} as the result", "a bool (true = visible)", "Compare it: r != 0."))
+        raise TraceError(
+            message(role, f"{_KIND_NAMES[root.kind]} as the result", "a bool (true = visible)", "Compare it: r != 0.")
+        )
     expression = _Expression(root, tuple(state._arrays), tuple(state._scalars))
     render(root)  # refuses text that is too long, here rather than in the call
     if key is not None:
@@ -585,6 +614,10 @@ def _check_arity(role: str, function: Any) -> None:
         signature.bind(*wanted)
     except TypeError:
         raise TraceError(
-            message(role, f"a function of ({', '.join(signature.parameters)})", f"one of ({', '.join(wanted)})",
-                    "s has seqlen_q, seqlen_kv, q_offset, head_kv and what was captured by keyword.")
+            message(
+                role,
+                f"a function of ({', '.join(signature.parameters)})",
+                f"one of ({', '.join(wanted)})",
+                "s has seqlen_q, seqlen_kv, q_offset, head_kv and what was captured by keyword.",
+            )
         ) from None

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ._arrays import Array, as_array, is_float, is_torch
-from ._errors import message, refuse, refuse_type
+from ._errors import refuse, refuse_type
 from ._trace import Function
 
 __all__ = [
@@ -161,15 +161,19 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
     if isinstance(value, np.ndarray) or is_torch(value):
         return dense(value)
     if callable(value):
-        refuse_type(argument, "a function", "a mask, or a bool array", "tilewise.masks.mod(f) makes a mask of a function.")
-    refuse_type(argument, f"a {type(value).__name__}", "a mask of tilewise.masks, joined by & | ~, or a bool array")
+        refuse_type(
+            argument, "a function", "a mask, or a bool array", "tilewise.masks.mod(f) makes a mask of a function."
+        )
+    return refuse_type(
+        argument, f"a {type(value).__name__}", "a mask of tilewise.masks, joined by & | ~, or a bool array"
+    )
 
 
 def _int(value: Any, argument: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        refuse_type(argument, f"{value!r} ({type(value).__name__})", "an integer")
+        return refuse_type(argument, f"{value!r} ({type(value).__name__})", "an integer")
 
 
 def _ints(value: Any, argument: str) -> tuple[str, Array]:
@@ -263,7 +267,12 @@ def dense(array: Any) -> Mask:
     """True = visible. bool or integer, anything that broadcasts to [batch, heads, seqlen_q, seqlen_kv]."""
     array = as_array(array, "mask")
     if is_float(array):
-        refuse("mask", f"dtype {array.dtype}", "bool or integers (true = visible)", "An additive float mask goes in as bias=.")
+        refuse(
+            "mask",
+            f"dtype {array.dtype}",
+            "bool or integers (true = visible)",
+            "An additive float mask goes in as bias=.",
+        )
     return _Kind("dense", ("mask", array))
 
 
@@ -279,8 +288,11 @@ def mod(function: Callable[..., Any], **captured: Any) -> Mask:
     """
     if isinstance(function, Function):
         if function.role != "mask_mod" or captured:
-            refuse_type("mask_mod", "a score_mod" if function.role != "mask_mod" else "captured objects once more",
-                        "a function f(b, h, i, j, s) -> bool")
+            refuse_type(
+                "mask_mod",
+                "a score_mod" if function.role != "mask_mod" else "captured objects once more",
+                "a function f(b, h, i, j, s) -> bool",
+            )
         return _Mod(function)
     return _Mod(Function("mask_mod", function, captured))
 

@@ -203,7 +203,7 @@ class Peer(NamedTuple):
 PEERS: dict[str, Peer] = {
     "tilewise": Peer("Tilewise", tilewise_attention),
     "sdpa": Peer("PyTorch SDPA", sdpa_attention),
-    "sdpa-flash": Peer("SDPA, flash forced", sdpa_flash_attention),
+    "sdpa-flash": Peer("SDPA flash", sdpa_flash_attention),
     "standard": Peer("standard attention", standard_attention),
 }
 
@@ -496,7 +496,11 @@ def measure_peak(name: str, cell: Cell, threads: int) -> dict[str, Any]:
     request = json.dumps({"name": name, "cell": asdict(cell), "threads": threads})
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-m", "tilewise.measure", request], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "tilewise.measure", request],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -559,6 +563,7 @@ def facts(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
+        "openmp": {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_", "KMP_"))},
         "load": round(os.getloadavg()[0], 2),
         "platform": platform.platform(),
     }

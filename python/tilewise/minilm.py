@@ -78,7 +78,9 @@ class Encoder:
     def embed(self, sentences: Sequence[str], attention: PaddedAttention) -> Tensor:
         """Unit vectors [batch, 384]."""
         ids, lengths = self.tokenize(sentences)
-        tables = {name: self.weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")}
+        tables = {
+            name: self.weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
+        }
         x = tables["word"][ids] + tables["position"][: ids.shape[1]] + tables["token_type"][0]
         x = self._norm(x, "embeddings.LayerNorm")
         for layer in range(self.layers):

@@ -7,6 +7,7 @@
 NumPy's and torch's functions of the same names may be used instead (`torch.where`, `np.exp`).
 """
 
-from ._trace import abs, exp, log, maximum, minimum, sqrt, tanh, to_float, where
+from ._trace import absolute as abs
+from ._trace import exp, log, maximum, minimum, sqrt, tanh, to_float, where
 
 __all__ = ["abs", "exp", "log", "maximum", "minimum", "sqrt", "tanh", "to_float", "where"]

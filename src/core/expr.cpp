@@ -321,8 +321,15 @@ std::string leaf_text(const Node& node) {
             if (node.kind == Kind::integer) return std::to_string(node.integer);
             return node.integer ? "true" : "false";
         case Op::variable: return name(static_cast<Variable>(node.index));
-        case Op::scalar: return "$" + std::to_string(node.index) + (node.kind == Kind::integer ? "i" : "");
-        case Op::gather: return "gather(@" + std::to_string(node.index);  // the indices and ')' follow
+        case Op::scalar: {
+            std::string text = "$";
+            text += std::to_string(node.index);
+            return node.kind == Kind::integer ? text + "i" : text;
+        }
+        case Op::gather: {
+            std::string text = "gather(@";
+            return text += std::to_string(node.index);  // the indices and ')' follow
+        }
         default: return std::string(name(node.op)) + "(";
     }
 }
@@ -395,7 +402,7 @@ private:
         if (depth > kMaxExprDepth) fail("at most " + std::to_string(kMaxExprDepth) + " levels of nesting");
         skip_spaces();
         const size_t start = position_;
-        const auto at = [&](size_t ahead) { return position_ + ahead < text_.size() ? text_[position_ + ahead] : '\0'; };
+        const auto at = [&](size_t k) { return position_ + k < text_.size() ? text_[position_ + k] : '\0'; };
         if (is_digit(at(0)) || (at(0) == '-' && is_digit(at(1)))) return number();
         if (at(0) == '$') return scalar();
         const bool minus = at(0) == '-';
@@ -543,8 +550,8 @@ private:
             }
         }
         if (text_.size() > position_ + 24) seen += "...";
-        refuse(subject_ + ", position " + std::to_string(position_), seen.empty() ? "the end of the text" : "'" + seen + "'",
-               allowed, advice);
+        refuse(subject_ + ", position " + std::to_string(position_),
+               seen.empty() ? "the end of the text" : "'" + seen + "'", allowed, advice);
     }
 
     std::string_view text_;

@@ -133,7 +133,7 @@ public:
     int scalar(int k, Kind kind);
     int gather(int array, std::span<const int> indices);
     int call(Op op, std::span<const int> args);
-    int call(Op op, std::initializer_list<int> args) { return call(op, std::span<const int>(args.begin(), args.size())); }
+    int call(Op op, std::initializer_list<int> args) { return call(op, {args.begin(), args.size()}); }
 
     [[nodiscard]] const Node& node(int id) const { return nodes_[static_cast<size_t>(id)]; }
     Expr finish(int result);  // widens to real for a score_mod; the builder is empty afterwards

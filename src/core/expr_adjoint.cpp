@@ -129,7 +129,8 @@ private:
     void give(int arg, Value share) {
         if (!active_[at(arg)] || share.node == zero_) return;
         Value& sum = adjoint_[at(arg)];
-        sum = sum.node < 0 ? share : Value{build_.call(Op::add, {sum.node, share.node}), sum.selected || share.selected};
+        if (sum.node < 0) sum = share;
+        else sum = {build_.call(Op::add, {sum.node, share.node}), sum.selected || share.selected};
     }
 
     Value negated(Value v) {

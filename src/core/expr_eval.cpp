@@ -122,7 +122,10 @@ void RowEvaluator<T>::result(const ExprContext& context, int64_t i, Range j, con
         run(context, i, j.begin + done, n, x ? x + done : nullptr, direct ? out + done : nullptr);
         const RowValue<T>& value = values_[id];
         if (value.uniform()) {
-            std::fill_n(out + done, n, std::is_same_v<V, T> ? static_cast<V>(value.real) : static_cast<V>(value.integer));
+            V v;
+            if constexpr (std::is_same_v<V, T>) v = value.real;
+            else v = static_cast<V>(value.integer);
+            std::fill_n(out + done, n, v);
         } else if (value.row != out + done) {
             std::memcpy(out + done, value.row, static_cast<size_t>(n) * sizeof(V));
         }

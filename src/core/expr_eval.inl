@@ -144,9 +144,10 @@ struct Target {
     }
     template <class V, class F>
     void fill(F f) const {
-        V* out = static_cast<V*>(row);
+        V* const out = static_cast<V*>(row);
+        const int64_t count = n;  // a local, because a byte store may alias any member
         TILEWISE_EXPR_LOOP
-        for (int64_t k = 0; k < n; ++k) out[k] = f(k);
+        for (int64_t k = 0; k < count; ++k) out[k] = f(k);
         value->row = row;
     }
 };
@@ -283,7 +284,9 @@ void with_loader(DType dtype, F&& f) {
 template <class V, class T>
 void gather(const RowFrame<T>& frame, const Target<T>& to, const Node& node) {
     const Array& array = frame.context->arrays[static_cast<size_t>(node.index)];
-    const auto index = [&](int axis) -> const RowValue<T>& { return frame.values[node.args[static_cast<size_t>(axis)]]; };
+    const auto index = [&](int axis) -> const RowValue<T>& {
+        return frame.values[node.args[static_cast<size_t>(axis)]];
+    };
     const auto zeros = [&] { to.template set<V>(V{}); };
 
     int64_t base = 0;  // of the axes whose index is one value

@@ -90,6 +90,7 @@ Interval integer_abs(const Interval& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Reals of type T
 
+// An operation on floats done in double and rounded again gives the float operation's result: 53 >= 2 * 24 + 2 bits.
 template <class T>
 double rounded(double v) {
     return static_cast<double>(static_cast<T>(v));
@@ -98,10 +99,6 @@ double rounded(double v) {
 template <class T>
 Interval sum(const Interval& a, const Interval& b) {
     Interval out{rounded<T>(a.lo + b.lo), rounded<T>(a.hi + b.hi), a.maybe_nan || b.maybe_nan};
-    if constexpr (sizeof(T) == sizeof(float)) {
-        // The sum of two floats in double is rounded twice, which is harmless: 53 >= 2 * 24 + 2 bits.
-        static_assert(std::numeric_limits<double>::digits >= 2 * std::numeric_limits<float>::digits + 2);
-    }
     if ((a.lo == -kInfinity && b.hi == kInfinity) || (a.hi == kInfinity && b.lo == -kInfinity)) out.maybe_nan = true;
     // inf + -inf at one end: apart from that NaN, the sum is the infinity that every value of one operand has.
     if (std::isnan(out.lo)) out.lo = kInfinity;
@@ -127,8 +124,8 @@ Interval product(const Interval& a, const Interval& b) {
 
 template <class T>
 Interval quotient(const Interval& a, const Interval& b) {
-    if (contains(b, 0)) return {-kInfinity, kInfinity, a.maybe_nan || b.maybe_nan || contains(a, 0)};
     if (has_infinity(a) && has_infinity(b)) return kAnything;
+    if (contains(b, 0)) return {-kInfinity, kInfinity, a.maybe_nan || b.maybe_nan || contains(a, 0)};
     Interval out{kInfinity, -kInfinity, a.maybe_nan || b.maybe_nan};
     for (const double u : {a.lo, a.hi}) {
         for (const double v : {b.lo, b.hi}) {
@@ -180,10 +177,11 @@ double finite_or_same(double v, double moved) { return std::isinf(v) ? v : moved
 
 template <class T>
 Interval exponential(const Interval& a) {
+    // Below the smallest normal number a device may flush to zero; where this overflows, an implementation may not.
+    constexpr double kSmallest = std::numeric_limits<T>::min(), kLargest = std::numeric_limits<T>::max();
     const double lo = std::exp(a.lo), hi = std::exp(a.hi);
-    // Below the smallest normal number a device may flush to zero; near the largest one, overflow.
-    return {lo < std::numeric_limits<T>::min() * 2 ? 0 : rounded<T>(std::min(below(lo), double{std::numeric_limits<T>::max()})),
-            a.hi == -kInfinity ? 0 : rounded<T>(finite_or_same(hi, above(hi) + std::numeric_limits<T>::min())), a.maybe_nan};
+    return {lo < 2 * kSmallest ? 0 : rounded<T>(below(std::min(lo, kLargest))),
+            a.hi == -kInfinity ? 0 : rounded<T>(finite_or_same(hi, above(hi) + kSmallest)), a.maybe_nan};
 }
 
 template <class T>

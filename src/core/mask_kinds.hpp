@@ -89,6 +89,16 @@ private:
     std::vector<ArraySummary> summaries_;
 };
 
+// Kinds backed by arrays (mask_tokens.cpp, mask_grids.cpp). A null n stands for `value`.
+std::unique_ptr<BoundKind> make_key_padding(const Problem& p, const Array& keep);
+std::unique_ptr<BoundKind> make_documents(const Problem& p, const Array& q_ids, const Array& kv_ids);
+std::unique_ptr<BoundKind> make_prefix(const Problem& p, const Array* n, int64_t value);
+std::unique_ptr<BoundKind> make_intervals(const Problem& p, const Array& bounds, bool causal);
+std::unique_ptr<BoundKind> make_row_intervals(const Problem& p, const Array& start, const Array& end);
+std::unique_ptr<BoundKind> make_tree(const Problem& p, const Array& bits, const Array* n, int64_t value);
+std::unique_ptr<BoundKind> make_blocks(const Problem& p, const Array& map, int64_t bq, int64_t bkv);
+std::unique_ptr<BoundKind> make_dense(const Problem& p, const Array& array);
+
 // Adds the mask `node` to `into`. The problem and the summaries must outlive it.
 void bind_mask(const MaskNode& node, const Problem& problem, ArraySummaries& summaries, AllOf& into);
 

@@ -468,7 +468,10 @@ std::string print_mask(const MaskNode& node) {
             case 'c': text += node.causal ? "causal" : "full"; break;
             case 'e': text += node.expr.text(); break;
             default:
-                for (size_t k = 0; k < node.parts.size(); ++k) text += (k ? "," : "") + print_mask(node.parts[k]);
+                for (size_t k = 0; k < node.parts.size(); ++k) {
+                    if (k > 0) text += ",";
+                    text += print_mask(node.parts[k]);
+                }
         }
     }
     return text + ")";

@@ -89,6 +89,9 @@ public:
         }
     }
 
+    [[nodiscard]] int64_t rows() const { return rows_; }
+    [[nodiscard]] int64_t columns() const { return columns_; }
+
     // Of a rectangle inside the plane, not empty. What the sums of whole blocks leave open is read entry by entry until
     // both kinds are seen, if that is at most max_scan entries; else the answer is unknown.
     template <class Count>

@@ -13,7 +13,7 @@
 //
 //   B panels   kPanel = kTileVectors vectors wide, [panel][k][kPanel]: a micro-kernel reads one panel front to back, and
 //              a panel (K * kPanel * 4 bytes, 8 KiB for K = 128) stays in L1 while all row blocks of A pass. If N is an
-//              odd number of vectors the last panel is one vector wide, [k][one vector].
+//              odd number of vectors, the last panel is one vector wide.
 //   A          by columns: element (m, k) at a[k * lda + m], so that the broadcasts of a step are neighbours;
 //              by rows: element (m, k) at a[m * kTileN + k], the score tile as the softmax left it. The row stride is a
 //              constant so that all rows of a block are one base register plus displacements.
@@ -26,6 +26,7 @@
 
 namespace tilewise::cpu::TILEWISE_ISA {
 
+static_assert(kTileVectors == 2, "panels are two vectors wide, the last one two or one");
 template <class T>
 inline constexpr int kPanel = kTileVectors * kLanes<T>;
 
@@ -72,7 +73,7 @@ void micro_kernel(const Product<T>& p, int64_t m) {
     const T* a = p.a + m * kRowStep + p.k_begin * a_step;
     const T* b = p.b + p.k_begin * kWidth;
     const T* const b_end = p.b + p.k_end * kWidth;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (; b < b_end; b += kWidth, a += a_step) {
         Vec<T> row[V];
 #pragma GCC unroll 2
@@ -129,7 +130,7 @@ template <class T, Order kOrder>
 void multiply(const T* a, int64_t lda, core::Range rows, const Panels<T>& b, core::Range k, T* c, int64_t ldc,
               Epilogue epilogue, const T* scale = nullptr) {
     for (int64_t column = 0; column < b.columns; column += kPanel<T>) {
-        const int vectors = b.columns - column >= kPanel<T> ? kTileVectors : 1;
+        const int vectors = b.columns - column >= kPanel<T> ? 2 : 1;
         const Product<T> p{a, lda, b.data + column * b.depth, k.begin, k.end, c + column, ldc, epilogue, scale};
         multiply_panel<T, kOrder>(p, rows, vectors);
     }

@@ -21,6 +21,16 @@ using core::Pass;
 using core::Range;
 using core::Workspace;
 
+// The problem without bands and score_mod: a BoundMask of it is the mask text alone, and Row applies the bands itself.
+// (If both came from one BoundMask, a mistake in the merged band would be in the oracle too.)
+Problem without_bands(Problem problem) {
+    problem.causal = false;
+    problem.window_left = problem.window_right = -1;
+    problem.chunk = 0;
+    problem.score_mod.clear();
+    return problem;
+}
+
 std::unique_ptr<ScoreMod> make_mod(const Problem& problem) {
     return problem.score_mod.empty() ? nullptr : std::make_unique<ScoreMod>(problem);
 }
@@ -76,7 +86,8 @@ size_t workspace_bytes(const Problem& problem, Pass pass) {
 
 void forward(const Problem& problem, const ForwardArgs& args, Workspace workspace) {
     Arena arena(workspace.data);
-    const BoundMask mask(problem);
+    const Problem text_only = without_bands(problem);
+    const BoundMask mask(text_only);
     const auto mod = make_mod(problem);
     auto rows = make_rows(problem, &mask, mod.get(), arena);
 
@@ -135,7 +146,8 @@ void store_shared(const Problem& problem, const BackwardArgs& args, const Shared
 
 void backward(const Problem& problem, const BackwardArgs& args, Workspace workspace) {
     Arena arena(workspace.data);
-    const BoundMask mask(problem);
+    const Problem text_only = without_bands(problem);
+    const BoundMask mask(text_only);
     const auto mod = make_mod(problem);
     auto rows = make_rows(problem, &mask, mod.get(), arena);
     std::vector<KvGradients> kv;
@@ -213,7 +225,8 @@ void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_
     make_rows(problem, nullptr, mod.get(), count);
     const std::unique_ptr<double[]> memory(new double[count.used() / sizeof(double)]);
     Arena arena(memory.get());
-    const BoundMask mask(problem);
+    const Problem text_only = without_bands(problem);
+    const BoundMask mask(text_only);
     auto slots = make_rows(problem, &mask, mod.get(), arena);
 
     const auto num_rows = static_cast<int64_t>(rows.size()), num_heads = static_cast<int64_t>(heads.size());

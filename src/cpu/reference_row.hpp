@@ -9,8 +9,8 @@
 //   gradients()   what this row adds to dq, dk, dv, dbias, dslope, dsink and the gradients of captured arrays
 //
 // Three rules hold throughout. A hidden key is skipped, not multiplied by zero, so what its k and v hold is never read.
-// Whether a key is visible is decided element by element: positions by in_band(), lengths by the loop bounds, the rest by
-// BoundMask::visible; no tile, no summary. And gradients use nothing that an earlier pass rounded: P, lse, o and
+// Whether a key is visible is decided element by element: positions by in_band(), lengths by the loop bounds, the mask
+// text by BoundMask::visible; no tile, no summary. And gradients use nothing that an earlier pass rounded: P, lse, o and
 // D = sum o * do are computed anew from q, k and v.
 #pragma once
 
@@ -157,6 +157,7 @@ public:
     bool empty = true;  // nothing visible
     double sink = -kInf, lse = -kInf;
 
+    // The mask knows lengths and the mask text only.
     Row(const Problem& problem, const core::BoundMask* mask, const ScoreMod* mod, Arena& arena)
         : problem_(problem), mask_(mask), mod_(mod) {
         const int64_t keys = problem.kv_rows;

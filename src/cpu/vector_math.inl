@@ -36,24 +36,47 @@ template <class T>
     __builtin_memcpy(p, &v, sizeof v);
 }
 
-// Sum and maximum over the lanes, in a fixed order: halves first. The maximum ignores NaN unless all lanes are NaN.
+// v with lanes n and n ^ kMask exchanged.
+template <class T, int kMask, int... kLane>
+[[gnu::always_inline]] inline Vec<T> exchange(Vec<T> v, std::integer_sequence<int, kLane...>) {
+    return __builtin_shufflevector(v, v, (kLane ^ kMask)...);
+}
+
+// Sum and maximum over the lanes, always in the same order: halves first. max_of is for vectors without NaN.
 template <class T>
 inline T sum_of(Vec<T> v) {
-    T lane[kLanes<T>];
-    store<T>(lane, v);
-    for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
-        for (int n = 0; n < width; ++n) lane[n] += lane[n + width];
-    }
-    return lane[0];
+    constexpr std::make_integer_sequence<int, kLanes<T>> kAll{};
+    if constexpr (kLanes<T> >= 16) v += exchange<T, 8>(v, kAll);
+    if constexpr (kLanes<T> >= 8) v += exchange<T, 4>(v, kAll);
+    if constexpr (kLanes<T> >= 4) v += exchange<T, 2>(v, kAll);
+    v += exchange<T, 1>(v, kAll);
+    return v[0];
 }
 template <class T>
 inline T max_of(Vec<T> v) {
-    T lane[kLanes<T>];
-    store<T>(lane, v);
-    for (int width = kLanes<T> / 2; width >= 1; width /= 2) {
-        for (int n = 0; n < width; ++n) lane[n] = lane[n] > lane[n + width] || lane[n + width] != lane[n + width] ? lane[n] : lane[n + width];
+    constexpr std::make_integer_sequence<int, kLanes<T>> kAll{};
+    if constexpr (kLanes<T> >= 16) v = larger(v, exchange<T, 8>(v, kAll));
+    if constexpr (kLanes<T> >= 8) v = larger(v, exchange<T, 4>(v, kAll));
+    if constexpr (kLanes<T> >= 4) v = larger(v, exchange<T, 2>(v, kAll));
+    v = larger(v, exchange<T, 1>(v, kAll));
+    return v[0];
+}
+
+// Transposes kLanes vectors in place: log2(kLanes) rounds of merging row n with row n + kLanes / 2 element by element.
+template <class T, int... kLane>
+[[gnu::always_inline]] inline void transpose(Vec<T> (&row)[sizeof...(kLane)], std::integer_sequence<int, kLane...>) {
+    constexpr int n = sizeof...(kLane);
+#pragma GCC unroll 4
+    for (int round = 1; round < n; round *= 2) {
+        Vec<T> next[n];
+#pragma GCC unroll 8
+        for (int i = 0; i < n / 2; ++i) {
+            next[2 * i] = __builtin_shufflevector(row[i], row[i + n / 2], (kLane / 2 + kLane % 2 * n)...);
+            next[2 * i + 1] = __builtin_shufflevector(row[i], row[i + n / 2], (n / 2 + kLane / 2 + kLane % 2 * n)...);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < n; ++i) row[i] = next[i];
     }
-    return lane[0];
 }
 
 // 2^t = 2^n * 2^r with n = round(t), |r| <= 1/2 (Cody and Waite; base 2 makes t - n exact, so no split of ln 2 is

@@ -1,5 +1,5 @@
-// A problem that owns its tensors, and random ones with any combination of options: what the tests feed to
-// implementations.
+// Problems of the tests of the reference itself: they own their tensors, may be changed element by element, and random
+// ones combine any options. (Everything else is tested with harness.hpp.)
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "core/problem.hpp"
 #include "core/registry.hpp"
 
-namespace tilewise::test {
+namespace tilewise::test::oracle {
 
 // A tensor with its memory. Elements are addressed by their row-major number, whatever the strides.
 class Tensor {
@@ -86,4 +86,4 @@ std::unique_ptr<Case> random_case(uint64_t seed, const CaseSpace& space);
 
 void fill_normal(Tensor& tensor, std::mt19937_64& random, double scale = 1.0);
 
-}  // namespace tilewise::test
+}  // namespace tilewise::test::oracle

@@ -1,4 +1,4 @@
-#include "harness_case.hpp"
+#include "reference_case.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include <limits>
 #include <numeric>
 
-namespace tilewise::test {
+namespace tilewise::test::oracle {
 
 using core::DType;
 
@@ -368,4 +368,4 @@ private:
 
 std::unique_ptr<Case> random_case(uint64_t seed, const CaseSpace& space) { return Draw(seed, space)(); }
 
-}  // namespace tilewise::test
+}  // namespace tilewise::test::oracle

@@ -1,0 +1,229 @@
+"""Deciding apart from running: plans, and questions about what would be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import numpy as np
+
+from . import _ext
+from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, view
+from ._attention import (
+    Gradients,
+    _checked_out,
+    _gradients,
+    _no_grad,
+    _output_shapes,
+    _wanted_places,
+    rng_of,
+    run_backward,
+)  # fmt: skip
+from ._errors import Error, InvalidArgumentError, refuse, refuse_type, refuse_unknown
+from ._problem import (
+    CU_KV,
+    CU_Q,
+    LEFTPAD,
+    OPTION_NAMES,
+    Q_OFFSET,
+    USED_KV,
+    USED_Q,
+    Call,
+    Options,
+    Q,
+    call_from,
+    check_seed,
+    renamed,
+)
+
+_TENSOR_OPTIONS = frozenset({
+    "q_offset", "bias", "alibi_slopes", "sinks", "mask", "score_mod", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q",
+    "max_seqlen_kv", "seqused_q", "seqused_kv", "leftpad_kv", "seed", "softmax_scale",
+})  # fmt: skip
+
+
+class Plan:
+    """A decision: implementation, tile sizes and workspace for one kind of problem. Made by `tilewise.plan`.
+
+    Printable. Any number of threads may run one plan at once, each with its own workspace. A plan runs every problem that
+    agrees with the planned one in dtypes, head counts, head dims and options; batch, lengths and strides may differ as
+    long as the workspace suffices. Gradients are not recorded: use a backward plan.
+    """
+
+    def __init__(self, call: Call, options: Mapping[str, Any], backward: bool, lse: bool) -> None:
+        self.backward = backward
+        self._options = dict(options)
+        self._lse = lse
+        try:
+            self._plan = _ext.Plan(call.problem(data=_has_lengths(call)), backward)
+        except InvalidArgumentError as error:
+            renamed(call.settings, error)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Scratch that a run needs."""
+        return self._plan.workspace_bytes
+
+    def explain(self) -> str:
+        """Implementation and configuration, and the reason of every implementation that declined."""
+        return self._plan.explain().rstrip("\n")
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        return f"<tilewise plan: {self.explain().splitlines()[0]}>"
+
+    def _call(self, q: Any, k: Any, v: Any, changes: Mapping[str, Any]) -> Call:
+        unknown = changes.keys() - _TENSOR_OPTIONS
+        if unknown & OPTION_NAMES:
+            refuse(
+                "run",
+                f"the option {', '.join(sorted(unknown))}",
+                ", ".join(sorted(_TENSOR_OPTIONS)),
+                "What a plan decides on is fixed: make another plan.",
+            )
+        if unknown:
+            refuse_unknown("run", unknown, _TENSOR_OPTIONS)
+        return call_from("run", q, k, v, {**self._options, **changes})
+
+    def _workspace(self, workspace: Any) -> tuple[int, int]:
+        """(address, bytes); 0 = the extension allocates for this run."""
+        if workspace is None:
+            return 0, 0
+        array = check_output(workspace, "workspace")
+        size = int(array.nbytes)
+        contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
+        address = view(array)[0]
+        if not contiguous or address % 64 or size < self.workspace_bytes:
+            refuse(
+                "workspace",
+                f"{size} bytes at an address of remainder {address % 64} by 64"
+                f"{'' if contiguous else ', not contiguous'}",
+                f"contiguous memory of at least {self.workspace_bytes} bytes, aligned to 64",
+            )
+        return address, size
+
+    def run(
+        self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, workspace: Any = None, **tensors: Any
+    ) -> Any:
+        """o, or (o, lse) if the plan was made with return_lse=True or `lse` is given.
+
+        Args:
+            out, lse: arrays that the results are written to.
+            workspace: contiguous array of at least `workspace_bytes`, aligned to 64 bytes. Default: allocated for the run.
+            tensors: new arrays or numbers for the options of the plan that carry data (cu_seqlens_q, bias, mask, ...).
+        """
+        if self.backward:
+            refuse_type(
+                "plan.run", "a backward plan", "a forward plan", "Use run_backward, or plan(..., backward=False)."
+            )
+        call = self._call(q, k, v, tensors)
+        array = call.arrays[Q]
+        o_shape, lse_shape = _output_shapes(call.settings, call.arrays)
+        o = empty_in_order(array, o_shape) if out is None else _checked_out(out, "out", call)
+        given = _checked_out(lse, "lse", call)
+        if given is None and self._lse and lse_shape is not None:
+            given = empty(array, lse_shape, accumulator(array))
+        rng = rng_of(call)
+        address, size = self._workspace(workspace)
+        with _no_grad(call):
+            try:
+                self._plan.forward(call.problem(rng), view(o), None if given is None else view(given), address, size)
+            except InvalidArgumentError as error:
+                renamed(call.settings, error)
+        return o if given is None else (o, given)
+
+    def run_backward(
+        self,
+        do: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        *,
+        dlse: Any = None,
+        rng: Any = None,
+        dq: Any = None,
+        dk: Any = None,
+        dv: Any = None,
+        wanted: Any = None,
+        workspace: Any = None,
+        **tensors: Any,
+    ) -> Gradients:
+        """Gradients, as `tilewise.attention_backward`."""
+        if not self.backward:
+            refuse_type(
+                "plan.run_backward", "a forward plan", "a backward plan", "Make it with plan(..., backward=True)."
+            )
+        call = self._call(q, k, v, tensors)
+        if call.settings.dropout_p and rng is None and call.seed is None:
+            refuse("rng", "None with dropout_p > 0", "the rng that attention_forward returned")
+        pair = check_seed(rng if rng is not None else call.seed) if call.settings.dropout_p else (0, 0)
+        buffers: dict[int, Array] = {}
+        for place, (name, each) in enumerate((("dq", dq), ("dk", dk), ("dv", dv))):
+            array = _checked_out(each, name, call)
+            if array is not None:
+                buffers[place] = array
+        address, size = self._workspace(workspace)
+        do, o, lse = as_array(do, "do"), as_array(o, "o"), as_array(lse, "lse")
+        dlse = None if dlse is None else as_array(dlse, "dlse")
+
+        def run(problem: _ext.Problem, views: list[Any], darrays: list[Any]) -> None:
+            self._plan.backward(problem, views, darrays, address, size)
+
+        with _no_grad(call):
+            places = _wanted_places(call, wanted)
+            found = run_backward(call.settings, call.arrays, pair, do, o, lse, dlse, places, buffers, run)
+        return _gradients(call, found)
+
+
+def _has_lengths(call: Call) -> bool:
+    """Whether the arrays that hold lengths have data; q, k and v need none to be planned for."""
+    arrays = [call.arrays[place] for place in (Q, CU_Q, CU_KV, USED_Q, USED_KV, LEFTPAD, Q_OFFSET)]
+    return all(
+        isinstance(array, np.ndarray) or _has_data(array) for array in (*arrays, *call.arrays) if array is not None
+    )
+
+
+def _has_data(tensor: Any) -> bool:
+    return tensor.device.type == "cpu" and type(tensor).__name__ != "FakeTensor"
+
+
+def plan(
+    q: Any, k: Any, v: Any, *, backward: bool = False, return_lse: bool = False, **options: Unpack[Options]
+) -> Plan:
+    """Decides how a problem is computed, once, to be run many times.
+
+    q, k, v and the other arrays say shapes and dtypes; tensors on the meta device are enough. Arguments as `attention`;
+    `backward` plans the gradients.
+    """
+    call = call_from("plan", q, k, v, options, meta=True)
+    return Plan(call, options, bool(backward), bool(return_lse))
+
+
+def supports(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Unpack[Options]) -> tuple[bool, list[str]]:
+    """Whether this machine can compute the problem, and why not.
+
+    Returns:
+        (True, []) or (False, reasons). Options that do not exist raise, as everywhere. Tensors on the meta device are
+        enough.
+    """
+    if unknown := options.keys() - OPTION_NAMES:
+        refuse_unknown("supports", unknown, OPTION_NAMES)
+    try:
+        plan(q, k, v, backward=backward, **options)
+    except Error as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return False, lines[1:] if len(lines) > 1 else lines
+    return True, []
+
+
+def explain(q: Any, k: Any, v: Any, *, backward: bool | None = None, **options: Unpack[Options]) -> str:
+    """What would be done with a problem: implementation, tile sizes, workspace, and who declined and why.
+
+    backward: None = both passes. Other arguments as `attention`.
+    """
+    passes = (False, True) if backward is None else (bool(backward),)
+    return "\n".join(plan(q, k, v, backward=each, **options).explain() for each in passes)

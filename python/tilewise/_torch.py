@@ -1,0 +1,227 @@
+"""torch's side: autograd, vmap, autocast. Imported only when a tensor arrives, so torch stays optional.
+
+Two Functions, both with tensors as inputs and outputs, so that torch's transforms compose with them: `_Forward`, whose
+backward is `_Backward`, which has none. The arrays of a call travel as one flat list in the places of `_problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ._arrays import Array, as_array, is_float
+from ._attention import merge_arrays, rng_of, run_backward, run_forward
+from ._errors import UnsupportedError, refuse
+from ._problem import ARRAYS, BIAS, SINKS, SLOPES, Call, K, Q, Settings, V
+
+_SECOND_ORDER: Final = (
+    "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. "
+    "tilewise.attention is differentiable once. For second derivatives and forward mode write the formula in torch "
+    "operations, as docs/python.md#second-derivatives does, or call torch.nn.functional.scaled_dot_product_attention "
+    "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+)
+
+
+def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k, v in the dtype that an enclosing torch.autocast("cpu") asks for; float64 stays, as in torch's own ops."""
+    if not torch.is_autocast_enabled("cpu"):
+        return q, k, v
+    dtype = torch.get_autocast_dtype("cpu")
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in narrow else x for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+def needs_graph(call: Call) -> bool:
+    """Whether a gradient or a transform is waiting for the result."""
+    arrays = call.arrays
+    if torch.is_grad_enabled():
+        for place in _differentiable_places(call.settings, arrays):
+            array = arrays[place]
+            if isinstance(array, torch.Tensor) and array.requires_grad:
+                return True
+    # Inside torch.func transforms (vmap, grad, jvp) a tensor may be a wrapper whose memory cannot be read here; with
+    # forward-mode AD it may carry a tangent that must not be lost in silence.
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _differentiable_places(settings: Settings, arrays: Sequence[Array | None]) -> list[int]:
+    places = [place for place in (Q, K, V, BIAS, SLOPES, SINKS) if arrays[place] is not None]
+    places.extend(place for place in range(ARRAYS + settings.first_mod_array, len(arrays)) if is_float(arrays[place]))
+    return places
+
+
+def differentiable(call: Call, out: Array | None) -> tuple[Any, Any]:
+    """o and lse, in the graph of autograd."""
+    if out is not None:
+        refuse("out", "a tensor, while an input requires grad", "None", "Copy the result, or use torch.no_grad().")
+    o, lse = _Forward.apply(call.settings, rng_of(call), *call.arrays)
+    return o, lse
+
+
+class _Forward(torch.autograd.Function):
+    """(settings, rng, *arrays) -> (o, lse)."""
+
+    @staticmethod
+    def forward(settings: Settings, rng: tuple[int, int], *arrays: Any) -> tuple[Any, Any]:
+        o, lse = run_forward(settings, arrays, rng, True)
+        if lse is None:  # only for inputs of a wrong rank, which run_forward refuses
+            raise AssertionError("no lse")
+        return o, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        settings, rng, *arrays = inputs
+        ctx.settings, ctx.rng = settings, rng
+        # Tensors go through save_for_backward, even those without a gradient: it notices when one was changed in
+        # between, and lets hooks move them (offloading) or make them anew (checkpoints). The rest is kept as it is.
+        tensors = [place for place, array in enumerate(arrays) if isinstance(array, torch.Tensor)]
+        ctx.places = tensors
+        ctx.others = [None if isinstance(array, torch.Tensor) else array for array in arrays]
+        ctx.save_for_backward(*[arrays[place] for place in tensors], *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        *tensors, o, lse = ctx.saved_tensors
+        arrays = list(ctx.others)
+        for place, tensor in zip(ctx.places, tensors, strict=True):
+            arrays[place] = tensor
+        result: list[Any] = [None] * len(arrays)
+        wanted = tuple(
+            place for place in _differentiable_places(ctx.settings, arrays) if ctx.needs_input_grad[2 + place]
+        )
+        if wanted and (do is not None or dlse is not None):
+            if do is None:
+                do = o.new_zeros(()).expand(o.shape)
+            gradients = _Backward.apply(ctx.settings, ctx.rng, wanted, do, o, lse, dlse, *arrays)
+            for place, gradient in zip(wanted, gradients, strict=True):
+                result[place] = gradient
+        return (None, None, *result)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError("forward-mode derivatives: " + _SECOND_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: tuple[int, int], *arrays: Any) -> Any:
+        dims = in_dims[2:]
+        folded = _fold(info.batch_size, dims, settings, arrays)
+        if folded is not None:
+            o, lse = _Forward.apply(settings, rng, *folded)
+            unfold = [x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in (o, lse)]
+            return (unfold[0], unfold[1]), (0, 0)
+        results = [_Forward.apply(settings, rng, *_select(arrays, dims, n)) for n in range(info.batch_size)]
+        return (torch.stack([o for o, _ in results]), torch.stack([lse for _, lse in results])), (0, 0)
+
+
+class _Backward(torch.autograd.Function):
+    """(settings, rng, wanted places, do, o, lse, dlse, *arrays) -> a gradient for each wanted place."""
+
+    @staticmethod
+    def forward(
+        settings: Settings,
+        rng: tuple[int, int],
+        wanted: tuple[int, ...],
+        do: Any,
+        o: Any,
+        lse: Any,
+        dlse: Any,
+        *arrays: Any,
+    ) -> tuple[Any, ...]:
+        do = as_array(do, "do")
+        dlse = None if dlse is None else as_array(dlse, "dlse")
+        # Lazy zeros of autograd have no memory to read.
+        do, dlse = (x.clone() if x is not None and x._is_zerotensor() else x for x in (do, dlse))
+        gradients = run_backward(settings, arrays, rng, do, o, lse, dlse, wanted)
+        return tuple(gradients[place] for place in wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(_SECOND_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(_SECOND_ORDER)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        settings: Settings,
+        rng: tuple[int, int],
+        wanted: tuple[int, ...],
+        *tensors: Any,
+    ) -> Any:
+        dims = in_dims[3:]
+        results = [_Backward.apply(settings, rng, wanted, *_select(tensors, dims, n)) for n in range(info.batch_size)]
+        return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0,) * len(wanted)
+
+
+def _select(arrays: Sequence[Any], dims: Sequence[int | None], n: int) -> list[Any]:
+    return [array if dim is None else array.select(dim, n) for array, dim in zip(arrays, dims, strict=True)]
+
+
+def _fold(size: int, dims: Sequence[int | None], settings: Settings, arrays: Sequence[Any]) -> list[Any] | None:
+    """q, k, v with the mapped axis folded into batch: one call instead of `size`; None if something depends on b."""
+    plain = not (settings.mask or settings.score_mod or settings.dropout_p)
+    if not plain or any(array is not None for array in arrays[BIAS:]) or any(arrays[p].ndim < 4 for p in (Q, K, V)):
+        return None
+    folded: list[Any] = list(arrays)
+    for place in (Q, K, V):
+        array, dim = arrays[place], dims[place]
+        array = array.unsqueeze(0).expand(size, *array.shape) if dim is None else array.movedim(dim, 0)
+        folded[place] = array.flatten(0, 1)
+    return folded
+
+
+# ---------------------------------------------------------------------------------------------------- merging
+
+
+def merge(parts: list[Any], lses: list[Any], order: tuple[int, ...]) -> tuple[Any, Any]:
+    """See `tilewise.merge`."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *lses)):
+        o, lse = _Merge.apply(order, *parts, *lses)
+        return o, lse
+    return merge_arrays(parts, lses, order)
+
+
+class _Merge(torch.autograd.Function):
+    """(order, *o_parts, *lse_parts) -> (o, lse). The backward is made of torch operations, so it can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, order: tuple[int, ...], *tensors: Any) -> tuple[Any, Any]:
+        count = len(tensors) // 2
+        o, lse = merge_arrays(tensors[:count], tensors[count:], order)
+        ctx.order = order
+        ctx.save_for_backward(*tensors, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        *tensors, o, lse = ctx.saved_tensors
+        count = len(tensors) // 2
+        back = tuple(np.argsort(ctx.order[:-1]).tolist())
+        do, o = do.to(lse.dtype), o.to(lse.dtype)
+        d_parts: list[Any] = []
+        d_lses: list[Any] = []
+        for part, part_lse in zip(tensors[:count], tensors[count:], strict=True):
+            # A part without keys has weight 0; selected, since -inf - -inf is NaN.
+            empty = torch.isneginf(part_lse)
+            weight = torch.where(
+                empty, 0.0, torch.exp(part_lse.to(lse.dtype).masked_fill(empty, 0.0) - torch.where(empty, 0.0, lse))
+            )
+            spread = weight.permute(back).unsqueeze(-1)
+            d_parts.append((spread * do).to(part.dtype))
+            # d lse_n = weight * (do . (o_n - o) + dlse); what an empty part's o holds does not count.
+            change = torch.where(empty.permute(back).unsqueeze(-1), 0.0, part.to(lse.dtype) - o)
+            along = (do * change).sum(-1).permute(tuple(ctx.order[:-1]))
+            d_lses.append((weight * torch.where(empty, 0.0, along + dlse)).to(part_lse.dtype))
+        return (None, *d_parts, *d_lses)

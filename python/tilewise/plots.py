@@ -1,0 +1,127 @@
+"""The pictures of `tilewise demo` and `tilewise bench`. Needs matplotlib and nothing else; reads only their JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # a file, never a window
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+# Okabe and Ito's palette stays apart for every common colour blindness; the markers do so without any colour.
+STYLES = {
+    "tilewise": {"color": "#D55E00", "marker": "o", "linewidth": 2.4, "zorder": 3},
+    "sdpa": {"color": "#0072B2", "marker": "s", "linewidth": 1.6},
+    "sdpa-flash": {"color": "#56B4E9", "marker": "D", "linewidth": 1.6},
+    "standard": {"color": "#444444", "marker": "^", "linewidth": 1.6, "linestyle": "--"},
+}
+
+
+def _tokens(count: float, _: object = None) -> str:
+    return f"{count / 1024:g}k" if count >= 1024 else f"{count:g}"
+
+
+def _style_axes(axes: Any, lengths: list[int], title: str, unit: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel(unit)
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _curve(axes: Any, rows: list[dict[str, Any]], pass_: str, name: str, title: str, value: str, scale: float) -> None:
+    """One implementation over the lengths at which it ran; a mark at the end tells that it did not fit further on."""
+    entries = [(row["tokens"], row[pass_][name]) for row in rows if name in row[pass_]]
+    points = [(tokens, entry[value] * scale) for tokens, entry in entries if entry.get(value)]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=title, markersize=6, **STYLES[name])
+        if any("refused" in entry for _, entry in entries):
+            axes.annotate("out of memory", points[-1], textcoords="offset points", xytext=(6, 6), fontsize=8,
+                          color=STYLES[name]["color"])  # fmt: skip
+
+
+def demo_picture(report: dict[str, Any], path: Path) -> Path:
+    """Time and memory over the sequence length, and how similar the sentences are."""
+    rows, model = report.get("sweep") or [], report.get("model")
+    panels = (3 if rows else 0) + (1 if model else 0)
+    shape = (2, 2) if panels == 4 else (1, panels)
+    figure, grid = plt.subplots(*shape, figsize=(11.5, 8.6) if panels == 4 else (5.6 * panels, 4.6), squeeze=False)
+    axes = list(grid.flat)
+    if rows:
+        lengths, titles = [row["tokens"] for row in rows], report["implementations"]
+        for place, title, unit, pass_, value, scale in (
+            (axes[0], "Forward: time", "milliseconds", "fwd", "median", 1e3),
+            (axes[1], "Backward: time", "milliseconds", "bwd", "median", 1e3),
+            (axes[2], "Training step: peak memory beyond the inputs", "MiB", "bwd", "peak_bytes", 2.0**-20),
+        ):
+            for name, label in titles.items():
+                _curve(place, rows, pass_, name, label, value, scale)
+            _style_axes(place, lengths, title, unit)
+        axes[0].legend(frameon=False)
+    if model:
+        last = axes[-1]
+        image = last.imshow(model["similarity"], cmap="cividis", vmin=0, vmax=1)
+        last.set_title("MiniLM with Tilewise: sentence similarity", loc="left", fontsize=11, fontweight="bold")
+        topics = model["topics"]
+        size = len(model["sentences"]) // len(topics)
+        middles = [size * index + (size - 1) / 2 for index in range(len(topics))]
+        last.set_xticks(middles, topics, rotation=30, ha="right")
+        last.set_yticks(middles, topics)
+        last.tick_params(length=0)
+        for index in range(1, len(topics)):  # thin lines between topics
+            last.axhline(size * index - 0.5, color="white", linewidth=0.8)
+            last.axvline(size * index - 0.5, color="white", linewidth=0.8)
+        figure.colorbar(image, ax=last, shrink=0.8, label="cosine similarity")
+    about = report["about"]
+    figure.suptitle(report["settings"]["title"], fontsize=12, x=0.01, ha="left")
+    figure.text(
+        0.01, 0.005, f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "
+        f"tilewise {about['tilewise']} {about['commit'] or ''}, {about['date'][:10]}", fontsize=8, color="#555555",
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 0.02, 1, 0.98))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def bench_picture(report: dict[str, Any], path: Path) -> Path:
+    """How long each peer takes against Tilewise, cell by cell: the median of the rounds with the range of all."""
+    cells, titles = report["cells"], report["implementations"]
+    peers = [name for name in titles if name != "tilewise"]
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.34 * len(cells)))
+    for offset, name in enumerate(peers):
+        rows = [(index, cell["ratios"][name]) for index, cell in enumerate(cells) if name in cell["ratios"]]
+        if not rows:
+            continue
+        middle = [ratio["median"] for _, ratio in rows]
+        spread = [
+            [ratio["median"] - ratio["min"] for _, ratio in rows],
+            [ratio["max"] - ratio["median"] for _, ratio in rows],
+        ]
+        places = [index + 0.22 * (offset - (len(peers) - 1) / 2) for index, _ in rows]
+        axes.errorbar(middle, places, xerr=spread, fmt=STYLES[name]["marker"], color=STYLES[name]["color"], markersize=5,
+                      elinewidth=1.2, label=titles[name])  # fmt: skip
+    axes.axvline(1, color=STYLES["tilewise"]["color"], linewidth=1.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axes.set_yticks(range(len(cells)), [cell["name"] for cell in cells], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("time of the peer / time of Tilewise, same round (right of the line: Tilewise is faster)")
+    axes.set_title(f"{report['device']}, {report['threads']} threads, torch {report['torch']}", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="best")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path

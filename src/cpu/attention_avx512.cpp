@@ -1,0 +1,26 @@
+// The kernels for AVX-512. All other headers come before the room, which switches the target: simd_scalar.hpp.
+#if defined(__x86_64__)
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "core/dropout.hpp"
+#include "cpu_tiled.hpp"
+#include "simd_avx512.hpp"
+
+#define TILEWISE_EXPR_NAMESPACE expr_avx512
+#include "core/expr_eval.inl"
+
+#include "vector_math.inl"
+
+#include "gemm.inl"
+
+#include "tile.inl"
+
+#include "forward.inl"
+
+#include "kernels.inl"
+#endif
+

@@ -1,0 +1,24 @@
+// The kernels for the baseline instruction set. All other headers come before the room, which switches the target: simd_scalar.hpp.
+#include <cmath>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "core/dropout.hpp"
+#include "cpu_tiled.hpp"
+#include "simd_scalar.hpp"
+
+#define TILEWISE_EXPR_NAMESPACE expr_scalar
+#include "core/expr_eval.inl"
+
+#include "vector_math.inl"
+
+#include "gemm.inl"
+
+#include "tile.inl"
+
+#include "forward.inl"
+
+#include "kernels.inl"
+
