@@ -225,24 +225,24 @@ def check_output(array: Array, name: str) -> Array:
 
 @lru_cache(maxsize=1024)
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Axes from outermost to innermost in memory. Axes of one element or stride 0 stay where they stand.
+    """Axes from outermost to innermost in memory. Axes of stride 0 keep their place among the others.
 
-    The same rule as torch.empty_like with preserve_format.
+    The rule of torch.empty_like: insertion sort by stride from the innermost axis, in which stride 0 compares equal to
+    everything.
     """
-    order = list(range(len(shape)))
+    order = list(reversed(range(len(shape))))
     for n in range(1, len(order)):
         place = n
         for other in range(n - 1, -1, -1):
-            outer, inner = order[other], order[place]
-            a, b = abs(strides[outer]), abs(strides[inner])
-            if a == 0 or b == 0 or shape[outer] == 1 or shape[inner] == 1:
+            a, b = order[other], order[place]
+            low, high = abs(strides[a]), abs(strides[b])
+            if low == 0 or high == 0 or (low == high and shape[a] <= shape[b]):
                 continue
-            if a < b:
-                order[other], order[place] = inner, outer
-                place = other
-            else:
+            if low < high:
                 break
-    return tuple(order)
+            order[other], order[place] = b, a
+            place = other
+    return tuple(reversed(order))
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:

@@ -176,6 +176,9 @@ class Node:
     def __index__(self) -> NoReturn:
         raise TraceError(_CAPTURE)
 
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:  # NumPy's indexing swallows errors of __index__ and comes here
+        raise TraceError(_CAPTURE)
+
     def __int__(self) -> NoReturn:
         raise TraceError("int() of a traced value: use // for whole numbers")
 

@@ -108,7 +108,10 @@ def run_model(console: Console) -> dict[str, Any] | None:
     """MiniLM with its attention by Tilewise, against the same network with eager attention, in fp32 and in fp64."""
     console.rule("[bold]1. A real model: MiniLM sentence embeddings", align="left")
     if missing := minilm.missing_packages():
-        console.print(f"Left out, because these packages are missing: {', '.join(missing)}. To add: {minilm.INSTALL}\n")
+        console.print(
+            f"Left out, because these packages are missing: {', '.join(missing)}.\nTo add them: {minilm.INSTALL}\n",
+            soft_wrap=True,
+        )
         return None
     topics = list(TOPICS)
     sentences = [sentence for pairs in TOPICS.values() for pair in pairs for sentence in pair]
@@ -183,7 +186,7 @@ def expected_seconds(settings: Settings, tokens: int) -> float:
 def run_length(settings: Settings, tokens: int, steps: Steps) -> dict[str, Any]:
     """Error, time and memory of every implementation at one length."""
     cells = {pass_: settings.cell(tokens, pass_) for pass_ in measure.PASSES}
-    weight = expected_seconds(settings, tokens) / 10
+    weight = expected_seconds(settings, tokens) / 11  # so many steps report below
     data = measure.make_data(cells["bwd"])
     inputs = {"bwd": data, "fwd": Data(*(x.detach() for x in (data.q, data.k, data.v, data.do)))}
     row: dict[str, Any] = {"tokens": tokens, "fwd": {}, "bwd": {}}
@@ -199,6 +202,7 @@ def run_length(settings: Settings, tokens: int, steps: Steps) -> dict[str, Any]:
         refused = {pass_: measure.memory_refusal(name, cell) for pass_, cell in cells.items()}
         for pass_ in measure.PASSES:
             row[pass_][name] = {"refused": refused[pass_]} if refused[pass_] else {}
+        steps.done(weight)
         if refused["fwd"]:
             continue
         steps.now(f"{tokens} tokens: errors of {PEERS[name].title}")
@@ -212,7 +216,6 @@ def run_length(settings: Settings, tokens: int, steps: Steps) -> dict[str, Any]:
                 entry["errors"] = {key: verdicts[key].to_json() for key in sorted(keys)}
                 entry["relative_error"] = max(verdicts[key].error / verdicts[key].magnitude for key in keys)
                 entry["passed"] = all(verdicts[key].passed for key in keys)
-        steps.done(weight)
 
     for pass_ in measure.PASSES:
         label = "forward" if pass_ == "fwd" else "backward"

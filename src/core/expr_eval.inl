@@ -5,6 +5,7 @@
 // A node that does not vary along the row is computed once, by the same code with n = 1 lane.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
@@ -330,34 +331,38 @@ void gather(const RowFrame<T>& frame, const Target<T>& to, const Node& node) {
                 return;
             }
         }
-        // General: offsets of a few elements at a time. An element out of range reads element `base` and drops it.
-        constexpr int64_t kPiece = 128;
-        int64_t offset[kPiece];
-        uint8_t inside[kPiece];
-        V* out = static_cast<V*>(to.row);
-        for (int64_t k0 = 0; k0 < frame.n; k0 += kPiece) {
-            const int64_t count = std::min(kPiece, frame.n - k0);
-            for (int64_t k = 0; k < count; ++k) {
-                offset[k] = base;
-                inside[k] = 1;
-            }
-            for (int axis = 0; axis < array.rank; ++axis) {
-                if (index(axis).uniform()) continue;
-                const I* at = static_cast<const I*>(index(axis).row) + k0;
-                const int64_t shape = array.shape[static_cast<size_t>(axis)];
-                const int64_t stride = array.stride[static_cast<size_t>(axis)];
-                for (int64_t k = 0; k < count; ++k) {
-                    const bool in = at[k] >= 0 && at[k] < shape;
-                    inside[k] &= static_cast<uint8_t>(in);
-                    offset[k] += in ? at[k] * stride : 0;
-                }
-            }
-            for (int64_t k = 0; k < count; ++k) {
-                const V v = element(array.data, offset[k]);
-                out[k0 + k] = inside[k] ? v : V{};
-            }
+        // General. An index out of range reads element `base`, which exists, and drops it.
+        struct Axis {
+            const I* index;
+            uint64_t shape;
+            int64_t stride;
+        };
+        std::array<Axis, kMaxRank> axes{};
+        int used = 0;
+        for (int axis = 0; axis < array.rank; ++axis) {
+            if (index(axis).uniform()) continue;
+            axes[static_cast<size_t>(used++)] = {static_cast<const I*>(index(axis).row),
+                                                 static_cast<uint64_t>(array.shape[static_cast<size_t>(axis)]),
+                                                 array.stride[static_cast<size_t>(axis)]};
         }
-        to.value->row = to.row;
+        const void* const data = array.data;
+        const auto loop = [&](auto one_axis) {
+            const size_t count = one_axis ? 1 : static_cast<size_t>(rows);
+            to.template fill<V>([=](int64_t k) {
+                int64_t offset = base;
+                bool inside = true;
+                for (size_t a = 0; a < count; ++a) {
+                    const int64_t at = axes[a].index[k];
+                    const bool in = static_cast<uint64_t>(at) < axes[a].shape;  // negative ones are huge
+                    inside &= in;
+                    offset += in ? at * axes[a].stride : 0;
+                }
+                const V v = element(data, offset);
+                return inside ? v : V{};
+            });
+        };
+        if (rows == 1) loop(std::true_type{});
+        else loop(std::false_type{});
     });
 }
 

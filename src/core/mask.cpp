@@ -17,12 +17,18 @@ thread_local int64_t rectangles_looked_at = 0;
 Range intersect(Range a, Range b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
 bool equal(Range a, Range b) { return a.begin == b.begin && a.end == b.end; }
 
+// A class, and whether every part of the rectangle is sure to have it (skip always is).
+struct Answer {
+    TileClass cls;
+    bool throughout;
+};
+
 // Finds the tiles of one loop: a range of tiles is classified as a whole, and halved only if it is neither hidden nor
 // visible throughout. So a long stretch of one class costs a logarithm, and a visible tile at most one per level.
 template <class Classify>
 class Descent {
 public:
-    // Tiles [first, last) of `size` along an axis of `length`; classify(Range) takes non-empty ranges within the axis.
+    // Tiles [first, last) of `size` along an axis of `length`; classify(Range) -> Answer takes non-empty ranges within the axis.
     // If never_full, the other side of the rectangle reaches beyond the sequence.
     Descent(int64_t size, int64_t length, bool never_full, const Classify& classify, std::vector<Tile>& out)
         : size_(size), length_(length), never_full_(never_full), classify_(classify), out_(out) {}
@@ -33,9 +39,9 @@ public:
     void run(int64_t first, int64_t last) {
         if (first >= last) return;
         ++looked_at_;
-        const TileClass c = classify_(Range{first * size_, std::min(last * size_, length_)});
+        const auto [c, throughout] = classify_(Range{first * size_, std::min(last * size_, length_)});
         if (c == TileClass::skip) return;
-        if (c == TileClass::full || last - first == 1) {
+        if ((c == TileClass::full && throughout) || last - first == 1) {
             for (int64_t tile = first; tile < last; ++tile) {
                 const bool inside = (tile + 1) * size_ <= length_ && !never_full_;
                 out_.push_back({tile * size_, c == TileClass::full && inside ? TileClass::full : TileClass::partial});
@@ -75,11 +81,13 @@ struct BoundMask::Impl {
 
     [[nodiscard]] Place place(int64_t b, int64_t h) const { return {b, h, problem.sequences[static_cast<size_t>(b)]}; }
 
-    // Within the lengths.
-    [[nodiscard]] TileClass classify(const Place& at, Range i, Range j) const {
+    // Within the lengths. A score_mod either hides all of a rectangle or does not change its class, but it may still hide
+    // all of a smaller one inside.
+    [[nodiscard]] Answer classify(const Place& at, Range i, Range j) const {
         const TileClass c = mask.classify(at, i, j);
-        if (c == TileClass::skip || !score_mod) return c;
-        return std::min(c, score_mod->classify(at, i, j));
+        if (c == TileClass::skip || !score_mod) return {c, true};
+        const TileClass scores = score_mod->classify(at, i, j);
+        return {scores == TileClass::skip ? scores : c, scores != TileClass::partial};
     }
 };
 
@@ -90,7 +98,7 @@ TileClass BoundMask::classify(int64_t b, int64_t h, Range i, Range j) const {
     const Place at = impl_->place(b, h);
     const Range rows = intersect(i, {0, at.seq.q_len}), keys = intersect(j, {0, at.seq.kv_len});
     if (rows.empty() || keys.empty()) return TileClass::skip;
-    const TileClass c = impl_->classify(at, rows, keys);
+    const TileClass c = impl_->classify(at, rows, keys).cls;
     return c == TileClass::full && !(equal(rows, i) && equal(keys, j)) ? TileClass::partial : c;
 }
 

@@ -105,15 +105,20 @@ public:
     }
     TileClass classify(const Place& place, Range i, Range j) const override {
         const ExprContext context = context_of(problem_, place);
-        const bool hides = problem_.dtype == DType::f64 ? hides_all<double>(expr_, context, i, j, summaries_)
-                                                        : hides_all<float>(expr_, context, i, j, summaries_);
-        return hides ? TileClass::skip : TileClass::full;
+        return problem_.dtype == DType::f64 ? of<double>(context, i, j) : of<float>(context, i, j);
     }
     void visible(const Place&, int64_t, Range j, uint8_t* out) const override {
         std::memset(out, 1, static_cast<size_t>(j.size()));
     }
 
 private:
+    // Hidden means -inf for every score, 0 among them: if no key is hidden at 0, none is.
+    template <class T>
+    [[nodiscard]] TileClass of(const ExprContext& context, Range i, Range j) const {
+        if (real_interval<T>(expr_, context, i, j, summaries_, Interval{}).lo > -kInfinity) return TileClass::full;
+        return hides_all<T>(expr_, context, i, j, summaries_) ? TileClass::skip : TileClass::partial;
+    }
+
     const Problem& problem_;
     Expr expr_;
     std::span<const ArraySummary> summaries_;

@@ -102,8 +102,8 @@ std::unique_ptr<BoundKind> make_dense(const Problem& p, const Array& array);
 // Adds the mask `node` to `into`. The problem and the summaries must outlive it.
 void bind_mask(const MaskNode& node, const Problem& problem, ArraySummaries& summaries, AllOf& into);
 
-// Skips tiles in which the problem's score_mod is -inf throughout and is full on any other: keys that it hides one by
-// one are the kernels' business. Null if the score_mod cannot hide a tile.
+// skip: the problem's score_mod is -inf on the whole rectangle, whatever the scores; full: on no part of it; partial: who
+// knows. (Keys hidden one by one are the kernels' business.) Null if the score_mod cannot hide a tile.
 std::unique_ptr<BoundKind> bind_score_mod(const Problem& problem, ArraySummaries& summaries);
 
 }  // namespace tilewise::core

@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "backward.hpp"
 #include "core/dropout.hpp"
 #include "cpu_tiled.hpp"
 #include "simd_avx512.hpp"
@@ -20,6 +21,8 @@
 #include "tile.inl"
 
 #include "forward.inl"
+
+#include "backward.inl"
 
 #include "kernels.inl"
 #endif

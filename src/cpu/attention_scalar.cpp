@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "backward.hpp"
 #include "core/dropout.hpp"
 #include "cpu_tiled.hpp"
 #include "simd_scalar.hpp"
@@ -19,6 +20,8 @@
 #include "tile.inl"
 
 #include "forward.inl"
+
+#include "backward.inl"
 
 #include "kernels.inl"
 

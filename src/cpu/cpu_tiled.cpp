@@ -20,7 +20,8 @@
 //              one = ceil(max_kv / kTileN) * tile,  tile = kTileN * (head_dim_qk + head_dim_v) * sizeof T, about
 //              all = one for every pair, or for packed sequences num_heads_kv * (total_kv / kTileN + batch) * tile
 //   partial  0 if max_kv <= kSegment, else min(all, max(kWaveBytes, one)) with
-//              one = ceil(max_kv / kSegment) * r * (head_dim_v + 2) * sizeof T, about, r = min(group * max_q, 8 kTileM)
+//              one = ceil(max_kv / kSegment) * r * (head_dim_v + 2) * sizeof T, about;
+//              r = group * max_q if that is at most kTileM, else kSplitBlocks * kTileM
 //   pairs    batch * num_heads_kv * sizeof(Pair)
 //   scratch  threads * ForwardScratch
 // sizeof T is 4, for float64 problems 8. The formula does not depend on the instruction set.
@@ -32,6 +33,7 @@
 #include <string>
 #include <vector>
 
+#include "backward.hpp"
 #include "parallel.hpp"
 
 namespace tilewise::cpu {
@@ -153,8 +155,9 @@ struct Sizes {
         const int64_t tiles = ceil_div(p.max_seqlen_kv, kTileN);
         const int64_t all_tiles = p.num_heads_kv * (p.packed_kv ? p.kv_rows / kTileN + p.batch : p.batch * tiles);
         packed = rows <= kTileM ? 0 : wave(all_tiles * tile, tiles * tile);
-        const int64_t segments = ceil_div(p.max_seqlen_kv, kSegment), split_rows = std::min(rows, kSplitBlocks * kTileM);
-        const int64_t one = segments * (State<T>::bytes(p, split_rows) + std::min(kSplitBlocks, split_rows) * 64);
+        // Up to kTileM rows are one block exactly; more are several, of heights that round up.
+        const int64_t segments = ceil_div(p.max_seqlen_kv, kSegment), split_rows = rows <= kTileM ? rows : kSplitBlocks * kTileM;
+        const int64_t one = segments * (State<T>::bytes(p, split_rows) + kSplitBlocks * 64);
         partial = segments <= 1 ? 0 : wave(num_pairs * one, one);
         pairs = round_up(num_pairs * static_cast<int64_t>(sizeof(Pair)), 64);
         scratch = threads * ForwardScratch<T>::carve(p, score_mod, nullptr, nullptr);
@@ -163,7 +166,7 @@ struct Sizes {
 };
 
 template <class T>
-Pair make_pair(const Problem& p, int64_t b, int64_t head_kv) {
+Pair plan_pair(const Problem& p, int64_t b, int64_t head_kv) {
     const Sequence& s = p.sequences[static_cast<size_t>(b)];
     const int64_t group = p.group(), rows = group * s.q_len;
     Pair pair{};
@@ -185,7 +188,7 @@ Pair make_pair(const Problem& p, int64_t b, int64_t head_kv) {
 }
 
 // The pair that holds item `index` of a running count.
-const Pair& find(std::span<const Pair> pairs, int64_t index, int64_t Pair::*before) {
+const Pair& pair_of(std::span<const Pair> pairs, int64_t index, int64_t Pair::*before) {
     const auto after = std::upper_bound(pairs.begin(), pairs.end(), index,
                                         [&](int64_t n, const Pair& pair) { return n < pair.*before; });
     return *(after - 1);
@@ -228,13 +231,13 @@ void run_wave(const Call& call, const ForwardArgs& args, const KernelsOf<T>& ker
     const int64_t items = last.items_before + last.items(), merges = last.merges_before + last.merges();
 
     parallel_for(tiles, [&](int64_t index, int) {
-        const Pair& pair = find(wave, index, &Pair::tiles_before);
+        const Pair& pair = pair_of(wave, index, &Pair::tiles_before);
         const int64_t tile = index - pair.tiles_before;
         kernel.pack_tile(call, pair.b, pair.head_kv, tile * kTileN,
                          KvTile<T>::at(memory.packed + pair.packed_at + tile * tile_bytes, p));
     });
     parallel_for(items, [&](int64_t index, int slot) {
-        const Pair& pair = find(wave, index, &Pair::items_before);
+        const Pair& pair = pair_of(wave, index, &Pair::items_before);
         const int64_t n = index - pair.items_before, parts = pair.split ? pair.segments : 1, part = n % parts;
         ForwardItem item;
         item.block = pair.block(p, n / parts);
@@ -245,7 +248,7 @@ void run_wave(const Call& call, const ForwardArgs& args, const KernelsOf<T>& ker
         kernel.forward_block(call, args, item, memory.scratch + slot * memory.scratch_stride);
     });
     parallel_for(merges, [&](int64_t index, int) {
-        const Pair& pair = find(wave, index, &Pair::merges_before);
+        const Pair& pair = pair_of(wave, index, &Pair::merges_before);
         const int64_t n = index - pair.merges_before;
         kernel.merge_partials(call, args, pair.block(p, n),
                               memory.partial + pair.partial_at + n * pair.segments * pair.partial_stride, pair.segments,
@@ -271,7 +274,7 @@ void forward_of(const Call& call, const ForwardArgs& args, core::Workspace works
     for (int64_t next = 0; next < num_pairs; ) {
         int64_t count = 0, tiles = 0, items = 0, merges = 0, packed = 0, partial = 0;
         for (; next < num_pairs; ++next) {
-            Pair pair = make_pair<T>(p, next / p.num_heads_kv, next % p.num_heads_kv);
+            Pair pair = plan_pair<T>(p, next / p.num_heads_kv, next % p.num_heads_kv);
             if (pair.items() == 0) continue;
             const int64_t new_tiles = pair.way == Way::packed ? pair.tiles : 0;
             const int64_t new_partial = pair.split ? pair.items() * pair.partial_stride : 0;
@@ -296,12 +299,10 @@ std::optional<core::RowProgram> score_program(const Problem& p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The implementation
 
-std::string supports(const Problem&, core::Pass pass) {
-    if (pass == core::Pass::backward) return "the tiled CPU kernels have no backward pass yet; reference has one";
-    return "";
-}
+std::string supports(const Problem&, core::Pass) { return ""; }
 
-size_t workspace_bytes(const Problem& p, core::Pass) {
+size_t workspace_bytes(const Problem& p, core::Pass pass) {
+    if (pass == core::Pass::backward) return backward_workspace_bytes(p);
     const auto program = score_program(p);
     const core::RowProgram* const score_mod = program ? &*program : nullptr;
     const int threads = max_threads();
@@ -310,9 +311,10 @@ size_t workspace_bytes(const Problem& p, core::Pass) {
 }
 
 std::string explain(const Problem& p, core::Pass pass) {
+    if (pass == core::Pass::backward) return backward_explain(p);
     int64_t ways[3] = {}, split = 0;
     for (int64_t b = 0; b < p.batch && p.num_heads_kv > 0; ++b) {
-        const Pair pair = make_pair<float>(p, b, 0);
+        const Pair pair = plan_pair<float>(p, b, 0);
         if (pair.items() == 0) continue;
         ways[static_cast<int>(pair.way)] += 1;
         split += pair.split;
@@ -338,12 +340,8 @@ void forward(const Problem& p, const ForwardArgs& args, core::Workspace workspac
     else forward_of<float>(call, args, workspace);
 }
 
-void backward(const Problem&, const core::BackwardArgs&, core::Workspace) {
-    throw core::Error(core::Status::internal, "cpu_tiled: no backward pass");
-}
-
 }  // namespace
 
-const core::Implementation kCpuTiled{"cpu_tiled", supports, workspace_bytes, explain, forward, backward};
+const core::Implementation kCpuTiled{"cpu_tiled", supports, workspace_bytes, explain, forward, run_backward};
 
 }  // namespace tilewise::cpu

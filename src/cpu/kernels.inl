@@ -45,11 +45,6 @@ constexpr KernelsOf<T> kernels_of() {
 
 extern const Kernels kKernels;
 const Kernels kKernels{kernels_of<float>(), kernels_of<double>(), test_load16, test_store16,
-#if defined(TILEWISE_HAS_BACKWARD)
-                       &kBackwardKernels
-#else
-                       nullptr
-#endif
-};
+                       &kBackwardKernels};
 
 }  // namespace tilewise::cpu::TILEWISE_ISA

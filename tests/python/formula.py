@@ -91,7 +91,7 @@ def call_mod(function, shape, x, q_offset, captured, heads_kv):
     b, h, i, j = np.ix_(range(batch), range(heads), range(seqlen_q), range(seqlen_kv))
     t, _ = positions(seqlen_q, seqlen_kv, q_offset, batch)
     offset = (t[:, 0, 0] if seqlen_q else np.zeros(batch, np.int64)).reshape(-1, 1, 1, 1)
-    s = SimpleNamespace(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, q_offset=offset,
+    s = SimpleNamespace(seqlen_q=np.int64(seqlen_q), seqlen_kv=np.int64(seqlen_kv), q_offset=offset,
                         head_kv=h // max(1, heads // max(1, heads_kv)), **(captured or {}))
     args = (b, h, i, j, s) if x is None else (x, b, h, i, j, s)
     return np.broadcast_to(function(*args), shape)

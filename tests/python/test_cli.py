@@ -11,11 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -135,7 +131,18 @@ def test_bench_writes_what_was_asked_for(tmp_path):
 def test_bench_saves_under_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "checkout_root", lambda: tmp_path)
     code, _ = run(
-        "bench", "--quick", "--shapes", "b1h1s8d8", "--causal", "no", "--pass", "bwd", "--peers", "sdpa", "--save", "x"
+        "bench",
+        "--quick",
+        "--shapes",
+        "b1h2s256d32",
+        "--causal",
+        "no",
+        "--pass",
+        "bwd",
+        "--peers",
+        "sdpa",
+        "--save",
+        "x",
     )
     assert code == 0
     assert sorted(path.name for path in (tmp_path / "bench/results/x").iterdir()) == [
@@ -226,7 +233,7 @@ CELLS = [
     Cell(2, 4, 2, 96, 96, 16, "fp32", "full", "bwd"),
     Cell(1, 2, 2, 70, 70, 16, "fp32", "causal", "bwd"),
     Cell(1, 4, 1, 33, 80, 8, "fp32", "causal", "bwd"),
-    Cell(1, 2, 1, 2100, 2100, 8, "fp32", "documents", "bwd"),
+    Cell(1, 2, 1, 1100, 1100, 8, "fp32", "documents", "bwd"),
     Cell(2, 4, 2, 1, 50, 16, "bf16", "full", "fwd"),
 ]
 
