@@ -20,7 +20,9 @@ import torch
 
 import tilewise
 
-GIB = 2.0**30
+
+def size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def draw_documents(tokens: int, mean_length: int) -> list[int]:
@@ -42,12 +44,12 @@ def timed(label: str, call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def peak_memory() -> float | None:
-    """GiB, where the system tells."""
+    """Bytes, where the system tells."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 / GIB for line in lines if line.startswith("VmHWM:")), None)
+    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def exact(q: Any, k: Any, v: Any, do: Any, slopes: Any) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def main() -> int:
     pairs = int((lengths * (lengths + 1) // 2).sum())
     print(f"{tokens:,} tokens in {len(lengths):,} documents, {heads} x {head_dim}, fp32")
     print(f"visible: {pairs:,} of {tokens**2:,} pairs ({pairs / tokens**2:.3%})")
-    print(f"a dense mask would take {tokens**2 / GIB:,.1f} GiB, the scores of one head {4 * tokens**2 / GIB:,.1f} GiB")
+    print(f"a dense mask would take {size(tokens**2)}, the scores of one head {size(4 * tokens**2)}")
 
     q, k, v = (torch.randn(1, tokens, heads, head_dim, requires_grad=True) for _ in range(3))
     do = torch.randn(1, tokens, heads, head_dim)
@@ -93,11 +95,10 @@ def main() -> int:
     o, forward = timed("forward", lambda: tilewise.attention(q, k, v, mask=mask, score_mod=distance))
     gradients, backward = timed("backward", lambda: torch.autograd.grad(o, (q, k, v, slopes), do))
     rates = [factor * pairs * head_dim * heads / seconds * 1e-9 for factor, seconds in ((4, forward), (10, backward))]
-    print(f"on the visible pairs: {rates[0]:.0f} and {rates[1]:.0f} GFLOP/s")
+    print(f"on the visible pairs: {rates[0]:.3g} and {rates[1]:.3g} GFLOP/s")
     if peak := peak_memory():
-        arrays = 8 * q.numel() * 4 / GIB
         print(
-            f"peak memory of the process: {peak:.2f} GiB, of which q, k, v, o and their gradients are {arrays:.2f} GiB"
+            f"peak memory of the process: {size(peak)}; q, k, v, o and their gradients alone are {size(8 * q.nbytes)}"
         )
 
     # Whole documents, by the textbook in fp64. A key seen through a hole in the mask would show as an error of order one.

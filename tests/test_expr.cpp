@@ -78,18 +78,18 @@ World make_world(uint32_t seed, bool specials) {
     World w;
     std::mt19937 rng(seed);
     const auto uniform = [&](int lo, int hi) { return std::uniform_int_distribution<int>(lo, hi)(rng); };
-    make_array(w, DType::i32, {2, 200}, false, false);  // @0 document numbers, sorted
-    make_array(w, DType::f32, {3, 40}, true, false);    // @1
-    make_array(w, DType::boolean, {70}, false, true);   // @2
-    make_array(w, DType::f16, {2, 2, 30}, false, true); // @3
-    make_array(w, DType::i64, {}, false, false);        // @4 rank 0
-    make_array(w, DType::f64, {200}, false, false);     // @5
-    make_array(w, DType::u8, {5, 7}, false, false);     // @6
-    make_array(w, DType::bf16, {90}, true, true);       // @7
+    make_array(w, DType::i32, {2, 200}, false, false);         // @0 document numbers, sorted
+    make_array(w, DType::f32, {3, 40}, true, false);           // @1
+    make_array(w, DType::boolean, {70}, false, true);          // @2
+    make_array(w, DType::f16, {2, 2, 30}, false, true);        // @3
+    make_array(w, DType::i64, {}, false, false);               // @4 rank 0
+    make_array(w, DType::f64, {200}, false, false);            // @5
+    make_array(w, DType::u8, {5, 7}, false, false);            // @6
+    make_array(w, DType::bf16, {90}, true, true);              // @7
     make_array(w, DType::i16, {2, 3, 2, 3, 4}, false, false);  // @8
-    make_array(w, DType::i8, {0}, false, false);        // @9 empty
-    make_array(w, DType::u32, {30}, false, false);      // @10
-    make_array(w, DType::f64, {150, 3}, false, false);  // @11
+    make_array(w, DType::i8, {0}, false, false);               // @9 empty
+    make_array(w, DType::u32, {30}, false, false);             // @10
+    make_array(w, DType::f64, {150, 3}, false, false);         // @11
     for (size_t k = 0; k < w.arrays.size(); ++k) {
         const Array& a = w.arrays[k];
         int64_t document = 0;
@@ -269,37 +269,58 @@ public:
         }
         static const char* kCompare[] = {"lt", "le", "gt", "ge", "eq", "ne"};
         switch (roll(8)) {
-            case 0: return {"and", {boolean(depth - 1), boolean(depth - 1)}};
-            case 1: return {"or", {boolean(depth - 1), boolean(depth - 1)}};
-            case 2: return {"not", {boolean(depth - 1)}};
-            case 3: return {"where", {boolean(depth - 1), boolean(depth - 1), boolean(depth - 1)}};
-            case 4: return gather(2, depth);
-            case 5: return {kCompare[roll(6)], {real(depth - 1), real(depth - 1)}};
-            default: return {kCompare[roll(6)], {integer(depth - 1), integer(depth - 1)}};
+            case 0:
+                return {"and", {boolean(depth - 1), boolean(depth - 1)}};
+            case 1:
+                return {"or", {boolean(depth - 1), boolean(depth - 1)}};
+            case 2:
+                return {"not", {boolean(depth - 1)}};
+            case 3:
+                return {"where", {boolean(depth - 1), boolean(depth - 1), boolean(depth - 1)}};
+            case 4:
+                return gather(2, depth);
+            case 5:
+                return {kCompare[roll(6)], {real(depth - 1), real(depth - 1)}};
+            default:
+                return {kCompare[roll(6)], {integer(depth - 1), integer(depth - 1)}};
         }
     }
 
     Tree integer(int depth) {
-        static const char* kLeaves[] = {"b", "h", "i", "j", "i", "j", "i", "j", "seqlen_q", "seqlen_kv", "q_offset",
-                                        "head_kv", "$1i", "$2i", "$3i", "$4i"};
+        static const char* kLeaves[] = {"b",        "h",         "i",        "j",       "i",   "j",   "i",   "j",
+                                        "seqlen_q", "seqlen_kv", "q_offset", "head_kv", "$1i", "$2i", "$3i", "$4i"};
         if (depth <= 0 || roll(6) == 0) {
             switch (roll(12)) {
-                case 0: return leaf(std::to_string(roll(2) ? INT32_MAX - roll(3) : INT32_MIN + roll(3)));
-                case 1: case 2: case 3: return leaf(std::to_string(roll(200) - 60));
-                case 4: return leaf(std::to_string(1 << roll(8)));
-                default: return leaf(kLeaves[roll(16)]);
+                case 0:
+                    return leaf(std::to_string(roll(2) ? INT32_MAX - roll(3) : INT32_MIN + roll(3)));
+                case 1:
+                case 2:
+                case 3:
+                    return leaf(std::to_string(roll(200) - 60));
+                case 4:
+                    return leaf(std::to_string(1 << roll(8)));
+                default:
+                    return leaf(kLeaves[roll(16)]);
             }
         }
         static const char* kBinary[] = {"add", "sub", "mul", "min", "max", "floordiv", "mod"};
         switch (roll(12)) {
-            case 0: return {"neg", {integer(depth - 1)}};
-            case 1: return {"abs", {integer(depth - 1)}};
-            case 2: return {"where", {boolean(depth - 1), integer(depth - 1), integer(depth - 1)}};
-            case 3: return gather(std::array<int, 6>{0, 4, 6, 8, 9, 10}[static_cast<size_t>(roll(6))], depth);
-            case 4: return {"add", {boolean(depth - 1), integer(depth - 1)}};
-            case 5: return {"floordiv", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
-            case 6: return {"mod", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
-            default: return {kBinary[roll(7)], {integer(depth - 1), integer(depth - 1)}};
+            case 0:
+                return {"neg", {integer(depth - 1)}};
+            case 1:
+                return {"abs", {integer(depth - 1)}};
+            case 2:
+                return {"where", {boolean(depth - 1), integer(depth - 1), integer(depth - 1)}};
+            case 3:
+                return gather(std::array<int, 6>{0, 4, 6, 8, 9, 10}[static_cast<size_t>(roll(6))], depth);
+            case 4:
+                return {"add", {boolean(depth - 1), integer(depth - 1)}};
+            case 5:
+                return {"floordiv", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
+            case 6:
+                return {"mod", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
+            default:
+                return {kBinary[roll(7)], {integer(depth - 1), integer(depth - 1)}};
         }
     }
 
@@ -308,24 +329,36 @@ public:
         static const char* kUnusual[] = {"$0", "$1", "$4", "inf", "-inf", "1e-06"};
         if (depth <= 0 || roll(6) == 0) {
             switch (roll(smooth ? 4 : 6)) {
-                case 0: case 1: return allow_x ? leaf("x") : leaf("0.5");
-                case 2: return leaf(kNumbers[roll(6)]);
+                case 0:
+                case 1:
+                    return allow_x ? leaf("x") : leaf("0.5");
+                case 2:
+                    return leaf(kNumbers[roll(6)]);
                 case 3: {
                     const int count = static_cast<int>(real_arrays.size());
                     return gather(real_arrays[static_cast<size_t>(roll(count))], depth);
                 }
-                case 4: return leaf(kUnusual[roll(6)]);
-                default: return integer(0);
+                case 4:
+                    return leaf(kUnusual[roll(6)]);
+                default:
+                    return integer(0);
             }
         }
         static const char* kBinary[] = {"add", "sub", "mul", "div", "min", "max", "floordiv", "mod", "add", "mul"};
         static const char* kUnary[] = {"neg", "abs", "tanh", "exp", "log", "sqrt"};
         switch (roll(10)) {
-            case 0: return {"where", {boolean(depth - 1), real(depth - 1), real(depth - 1)}};
-            case 1: return {"float", {roll(2) ? boolean(depth - 1) : integer(depth - 1)}};
-            case 2: case 3: case 4: return {kUnary[roll(6)], {real(depth - 1)}};
-            case 5: return {"where", {boolean(depth - 1), real(depth - 1), leaf("-inf")}};
-            default: return {kBinary[roll(10)], {real(depth - 1), real(depth - 1)}};
+            case 0:
+                return {"where", {boolean(depth - 1), real(depth - 1), real(depth - 1)}};
+            case 1:
+                return {"float", {roll(2) ? boolean(depth - 1) : integer(depth - 1)}};
+            case 2:
+            case 3:
+            case 4:
+                return {kUnary[roll(6)], {real(depth - 1)}};
+            case 5:
+                return {"where", {boolean(depth - 1), real(depth - 1), leaf("-inf")}};
+            default:
+                return {kBinary[roll(10)], {real(depth - 1), real(depth - 1)}};
         }
     }
 
@@ -338,11 +371,20 @@ private:
         for (int d = 0; d < a.rank; ++d) {
             const std::string extent = std::to_string(a.shape[static_cast<size_t>(d)]);
             switch (roll(6)) {
-                case 0: t.args.push_back(integer(depth - 1)); break;
-                case 1: t.args.push_back({"mod", {integer(depth - 1), leaf(extent)}}); break;
-                case 2: t.args.push_back({"sub", {leaf("i"), leaf("j")}}); break;
-                case 3: t.args.push_back(leaf(roll(2) ? "b" : "1")); break;
-                default: t.args.push_back(leaf(roll(2) ? "j" : "i"));
+                case 0:
+                    t.args.push_back(integer(depth - 1));
+                    break;
+                case 1:
+                    t.args.push_back({"mod", {integer(depth - 1), leaf(extent)}});
+                    break;
+                case 2:
+                    t.args.push_back({"sub", {leaf("i"), leaf("j")}});
+                    break;
+                case 3:
+                    t.args.push_back(leaf(roll(2) ? "b" : "1"));
+                    break;
+                default:
+                    t.args.push_back(leaf(roll(2) ? "j" : "i"));
             }
         }
         return t;
@@ -505,6 +547,10 @@ TEST(ExprText, DepthAndSizeAreLimited) {
         return text + "x" + std::string(static_cast<size_t>(depth), ')');
     };
     EXPECT_EQ(error_of(nested(kMaxExprDepth - 1), Role::score_mod), "");
+    // Widening is not written, so it is not counted: every div here widens its bool or integer operand.
+    std::string widened = "i";
+    for (int k = 0; k < kMaxExprDepth - 1; ++k) widened = k % 2 ? "lt(" + widened + ",j)" : "div(" + widened + ",j)";
+    EXPECT_EQ(error_of(widened, Role::score_mod), "");
     EXPECT_NE(error_of(nested(kMaxExprDepth), Role::score_mod).find("nest"), std::string::npos);
     EXPECT_NE(error_of(nested(20000), Role::score_mod).find("nest"), std::string::npos);
     EXPECT_NE(error_of(nested(1000000), Role::score_mod).find("bytes of text"), std::string::npos);
@@ -543,11 +589,20 @@ TEST(ExprText, FuzzedTextIsRefusedOrRoundTrips) {
             for (size_t k = roll(3) + 1; k > 0 && !text.empty(); --k) {
                 const size_t at = roll(text.size());
                 switch (roll(5)) {
-                    case 0: text.erase(at, roll(4) + 1); break;
-                    case 1: text.insert(at, 1, static_cast<char>(roll(256))); break;
-                    case 2: text[at] = static_cast<char>(roll(256)); break;
-                    case 3: text.insert(at, text.substr(roll(text.size()), roll(12))); break;
-                    default: text[at] = "0123456789(),@$ije-."[roll(20)];
+                    case 0:
+                        text.erase(at, roll(4) + 1);
+                        break;
+                    case 1:
+                        text.insert(at, 1, static_cast<char>(roll(256)));
+                        break;
+                    case 2:
+                        text[at] = static_cast<char>(roll(256));
+                        break;
+                    case 3:
+                        text.insert(at, text.substr(roll(text.size()), roll(12)));
+                        break;
+                    default:
+                        text[at] = "0123456789(),@$ije-."[roll(20)];
                 }
             }
         }
@@ -604,8 +659,12 @@ void check_rows(bool specials) {
         }
     }
 }
-TEST(ExprEval, FloatRowsMatchTheInterpreter) { check_rows<float>(true); }
-TEST(ExprEval, DoubleRowsMatchTheInterpreter) { check_rows<double>(false); }
+TEST(ExprEval, FloatRowsMatchTheInterpreter) {
+    check_rows<float>(true);
+}
+TEST(ExprEval, DoubleRowsMatchTheInterpreter) {
+    check_rows<double>(false);
+}
 
 TEST(ExprEval, IntegerCornerCases) {
     const World w = make_world(7, false);
@@ -679,6 +738,23 @@ TEST(ExprEval, ScratchIsSharedAndSufficient) {
     EXPECT_EQ(out, want);
     for (int64_t k = bytes; k < static_cast<int64_t>(scratch.size() * sizeof(Line)); ++k) {
         ASSERT_EQ(reinterpret_cast<unsigned char*>(scratch.data())[k], 0xee);
+    }
+}
+
+TEST(ExprEval, InPlaceResultDoesNotDisturbOtherOutputs) {
+    // The derivative's nodes come after the result and still read x.
+    const Adjoint adjoint = differentiate(Expr::parse("exp(mul(x,x))", Role::score_mod));
+    const RowProgram program(adjoint.expr, adjoint.outputs());
+    std::vector<std::byte> scratch(static_cast<size_t>(program.scratch_bytes(3, sizeof(float))) + 64);
+    void* base = scratch.data();
+    size_t room = scratch.size();
+    RowEvaluator<float> evaluator(program, 3, std::align(64, 1, base, room));
+    const std::array<float, 3> before{0.5f, 1, 2};
+    std::array<float, 3> x = before;
+    evaluator.real({}, 0, {0, 3}, x.data(), x.data());
+    for (size_t k = 0; k < 3; ++k) {
+        EXPECT_FLOAT_EQ(x[k], std::exp(before[k] * before[k]));
+        EXPECT_FLOAT_EQ(evaluator.value(adjoint.dx_node).real_at(static_cast<int64_t>(k)), 2 * before[k] * x[k]);
     }
 }
 
@@ -795,10 +871,10 @@ TEST(ExprAdjoint, TiesTakeTheFirstBranch) {
 TEST(ExprAdjoint, BranchNotTakenContributesExactlyZero) {
     EXPECT_EQ(dx_at("where(ge(j,1),x,-inf)", 3.0), 0);
     EXPECT_EQ(dx_at("where(ge(j,1),x,-inf)", 3.0, 1), 1);
-    EXPECT_EQ(dx_at("where(gt(x,0.0),log(x),0.0)", 0.0), 0);           // 1/0
-    EXPECT_EQ(dx_at("where(gt(x,0.0),sqrt(x),x)", -1.0), 1);           // NaN
-    EXPECT_EQ(dx_at("where(ge(j,1),div(1.0,x),x)", 0.0), 1);           // -1/0^2
-    EXPECT_EQ(dx_at("where(ge(j,1),exp(mul(x,1000.0)),x)", 3.0), 1);   // inf
+    EXPECT_EQ(dx_at("where(gt(x,0.0),log(x),0.0)", 0.0), 0);          // 1/0
+    EXPECT_EQ(dx_at("where(gt(x,0.0),sqrt(x),x)", -1.0), 1);          // NaN
+    EXPECT_EQ(dx_at("where(ge(j,1),div(1.0,x),x)", 0.0), 1);          // -1/0^2
+    EXPECT_EQ(dx_at("where(ge(j,1),exp(mul(x,1000.0)),x)", 3.0), 1);  // inf
     EXPECT_EQ(dx_at("where(ge(j,1),mul(x,inf),x)", 3.0), 1);
     EXPECT_EQ(dx_at("where(ge(j,1),mul(x,div(1,j)),x)", 3.0), 1);
     EXPECT_EQ(dx_at("where(ge(j,1),div(x,j),x)", 3.0), 1);
@@ -899,9 +975,15 @@ void check_intervals(bool with_summaries) {
     EXPECT_GT(decided, 700);
     EXPECT_GT(narrow, 500);
 }
-TEST(ExprInterval, SoundForFloat) { check_intervals<float>(true); }
-TEST(ExprInterval, SoundForDouble) { check_intervals<double>(true); }
-TEST(ExprInterval, SoundWithoutSummaries) { check_intervals<float>(false); }
+TEST(ExprInterval, SoundForFloat) {
+    check_intervals<float>(true);
+}
+TEST(ExprInterval, SoundForDouble) {
+    check_intervals<double>(true);
+}
+TEST(ExprInterval, SoundWithoutSummaries) {
+    check_intervals<float>(false);
+}
 
 // Every single operation on small ranges of integers, where nothing but the operation itself can be loose.
 TEST(ExprInterval, IntegerOperationsAreExactAtTheEnds) {

@@ -191,6 +191,7 @@ public:
             if (style == 1) return (column / 61 + part) * 61 + draw(rng_, 0, 1);                    // about documents
             if (part == 0 && (column % 100 == 0 || n == 0)) {
                 for (int64_t& x : now) x = draw(rng_, 0, rows + 1);  // long runs of equal columns
+                if (chance(rng_)) now = {0, now[1], now[1] + draw(rng_, 0, 1), rows};  // the two meet, or all but meet
             }
             return now[static_cast<size_t>(part)];
         });

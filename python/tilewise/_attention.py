@@ -156,7 +156,7 @@ def run_backward(
     return gradients
 
 
-def _checked_out(out: Any, name: str, call: Call) -> Array | None:
+def checked_out(out: Any, name: str, call: Call) -> Array | None:
     if out is None:
         return None
     out = check_output(out, name)
@@ -269,21 +269,17 @@ def attention(
     """
     if unknown:
         refuse_unknown("attention", unknown, OPTION_NAMES | {"return_lse", "out"})
-    tensor = is_torch(q)
-    if tensor:
+    options = (
+        layout, causal, q_offset, window, chunk, mask, softmax_scale, softcap, bias, alibi_slopes, sinks, score_mod,
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, leftpad_kv, dropout_p, seed,
+        deterministic, batch_invariant, backend, validate,
+    )  # fmt: skip
+    if is_torch(q):
         from . import _torch
 
-        q, k, v = _torch.autocast(q, k, v)
-    call = Call(
-        q, k, v, layout, causal, q_offset, window, chunk, mask, softmax_scale, softcap, bias, alibi_slopes, sinks,
-        score_mod, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, leftpad_kv,
-        dropout_p, seed, deterministic, batch_invariant, backend, validate,
-    )  # fmt: skip
-    out = _checked_out(out, "out", call)
-    if tensor and _torch.needs_graph(call):
-        o, lse = _torch.differentiable(call, out)
-    else:
-        o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)
+        return _torch.attention(q, k, v, options, return_lse, out)
+    call = Call(q, k, v, *options)
+    o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, checked_out(out, "out", call))
     return (o, lse) if return_lse else o
 
 
@@ -296,7 +292,7 @@ def attention_forward(q: Any, k: Any, v: Any, *, out: Any = None, **options: Unp
     call = call_from("attention_forward", q, k, v, options)
     rng = rng_of(call)
     with _no_grad(call):
-        o, lse = run_forward(call.settings, call.arrays, rng, True, _checked_out(out, "out", call))
+        o, lse = run_forward(call.settings, call.arrays, rng, True, checked_out(out, "out", call))
     return o, lse, rng_array(call, rng)
 
 
@@ -351,7 +347,7 @@ def attention_backward(
     places = _wanted_places(call, wanted)
     buffers: dict[int, Array] = {}
     for place, name, given in ((Q, "dq", dq), (K, "dk", dk), (V, "dv", dv)):
-        array = _checked_out(given, name, call)
+        array = checked_out(given, name, call)
         if array is not None:
             buffers[place] = array
             if place not in places:

@@ -11,7 +11,7 @@ from . import _ext
 from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, view
 from ._attention import (
     Gradients,
-    _checked_out,
+    checked_out,
     _gradients,
     _no_grad,
     _output_shapes,
@@ -121,8 +121,8 @@ class Plan:
         call = self._call(q, k, v, tensors)
         array = call.arrays[Q]
         o_shape, lse_shape = _output_shapes(call.settings, call.arrays)
-        o = empty_in_order(array, o_shape) if out is None else _checked_out(out, "out", call)
-        given = _checked_out(lse, "lse", call)
+        o = empty_in_order(array, o_shape) if out is None else checked_out(out, "out", call)
+        given = checked_out(lse, "lse", call)
         if given is None and self._lse and lse_shape is not None:
             given = empty(array, lse_shape, accumulator(array))
         rng = rng_of(call)
@@ -163,7 +163,7 @@ class Plan:
         pair = check_seed(rng if rng is not None else call.seed) if call.settings.dropout_p else (0, 0)
         buffers: dict[int, Array] = {}
         for place, (name, each) in enumerate((("dq", dq), ("dk", dk), ("dv", dv))):
-            array = _checked_out(each, name, call)
+            array = checked_out(each, name, call)
             if array is not None:
                 buffers[place] = array
         address, size = self._workspace(workspace)

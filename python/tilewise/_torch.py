@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ._arrays import Array, as_array, is_float
-from ._attention import merge_arrays, rng_of, run_backward, run_forward
+from ._attention import checked_out, merge_arrays, rng_of, run_backward, run_forward
 from ._errors import UnsupportedError, refuse
 from ._problem import ARRAYS, BIAS, SINKS, SLOPES, Call, K, Q, Settings, V
 
@@ -35,6 +35,26 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return cast[0], cast[1], cast[2]
 
 
+def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
+    """See `tilewise.attention`; options in the order of `Call`."""
+    if torch.compiler.is_compiling():
+        # A clean break of the graph. Without it the compiler would try every frame below, at great length and in vain.
+        return torch.compiler.disable(_attention)(q, k, v, options, return_lse, out)
+    return _attention(q, k, v, options, return_lse, out)
+
+
+def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
+    call = Call(*autocast(q, k, v), *options)
+    out = checked_out(out, "out", call)
+    if needs_graph(call):
+        if out is not None:
+            refuse("out", "a tensor, while an input requires grad", "None", "Copy the result, or use torch.no_grad().")
+        o, lse = _Forward.apply(call.settings, rng_of(call), *call.arrays)
+    else:
+        o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)
+    return (o, lse) if return_lse else o
+
+
 def needs_graph(call: Call) -> bool:
     """Whether a gradient or a transform is waiting for the result."""
     arrays = call.arrays
@@ -52,14 +72,6 @@ def _differentiable_places(settings: Settings, arrays: Sequence[Array | None]) -
     places = [place for place in (Q, K, V, BIAS, SLOPES, SINKS) if arrays[place] is not None]
     places.extend(place for place in range(ARRAYS + settings.first_mod_array, len(arrays)) if is_float(arrays[place]))
     return places
-
-
-def differentiable(call: Call, out: Array | None) -> tuple[Any, Any]:
-    """o and lse, in the graph of autograd."""
-    if out is not None:
-        refuse("out", "a tensor, while an input requires grad", "None", "Copy the result, or use torch.no_grad().")
-    o, lse = _Forward.apply(call.settings, rng_of(call), *call.arrays)
-    return o, lse
 
 
 class _Forward(torch.autograd.Function):

@@ -17,22 +17,22 @@ struct Syntax {
     const char* name;
     int num_args;
 };
-constexpr std::array<Syntax, 29> kSyntax{{
-    {"literal", 0}, {"variable", 0}, {"scalar", 0}, {"gather", 0}, {"promote", 1},
-    {"float", 1},
-    {"add", 2}, {"sub", 2}, {"mul", 2}, {"div", 2}, {"floordiv", 2}, {"mod", 2}, {"min", 2}, {"max", 2},
-    {"neg", 1}, {"abs", 1}, {"exp", 1}, {"log", 1}, {"tanh", 1}, {"sqrt", 1},
-    {"lt", 2}, {"le", 2}, {"gt", 2}, {"ge", 2}, {"eq", 2}, {"ne", 2},
-    {"and", 2}, {"or", 2}, {"not", 1},
+constexpr std::array<Syntax, 30> kSyntax{{
+    {"literal", 0}, {"variable", 0}, {"scalar", 0}, {"gather", 0}, {"promote", 1},  {"float", 1},
+    {"add", 2},     {"sub", 2},      {"mul", 2},    {"div", 2},    {"floordiv", 2}, {"mod", 2},
+    {"min", 2},     {"max", 2},      {"neg", 1},    {"abs", 1},    {"exp", 1},      {"log", 1},
+    {"tanh", 1},    {"sqrt", 1},     {"lt", 2},     {"le", 2},     {"gt", 2},       {"ge", 2},
+    {"eq", 2},      {"ne", 2},       {"and", 2},    {"or", 2},     {"not", 1},      {"where", 3},
 }};
-constexpr Syntax kWhere{"where", 3};
-constexpr std::array<const char*, kNumVariables> kVariableNames{"x", "b", "h", "i", "j", "seqlen_q", "seqlen_kv",
-                                                                "q_offset", "head_kv"};
+constexpr std::array<const char*, kNumVariables> kVariableNames{"x",        "b",         "h",        "i",      "j",
+                                                                "seqlen_q", "seqlen_kv", "q_offset", "head_kv"};
 constexpr const char* kVariableList = "x b h i j seqlen_q seqlen_kv q_offset head_kv";
 constexpr const char* kOpList =
     "add sub mul div floordiv mod min max neg abs exp log tanh sqrt lt le gt ge eq ne and or not where float gather";
 
-const Syntax& syntax(Op op) { return op == Op::where ? kWhere : kSyntax[static_cast<size_t>(op)]; }
+const Syntax& syntax(Op op) {
+    return kSyntax[static_cast<size_t>(op)];
+}
 
 const char* kind_name(Kind kind) {
     return kind == Kind::boolean ? "bool" : kind == Kind::integer ? "integer" : "real";
@@ -40,8 +40,12 @@ const char* kind_name(Kind kind) {
 
 }  // namespace
 
-const char* name(Op op) { return syntax(op).name; }
-const char* name(Variable variable) { return kVariableNames[static_cast<size_t>(variable)]; }
+const char* name(Op op) {
+    return syntax(op).name;
+}
+const char* name(Variable variable) {
+    return kVariableNames[static_cast<size_t>(variable)];
+}
 
 bool Node::operator==(const Node& other) const {
     return op == other.op && kind == other.kind && num_args == other.num_args && args == other.args &&
@@ -65,7 +69,9 @@ size_t hash(const Node& node) {
     return static_cast<size_t>(state ^ (state >> 29));
 }
 
-Kind wider(Kind a, Kind b) { return a > b ? a : b; }
+Kind wider(Kind a, Kind b) {
+    return a > b ? a : b;
+}
 
 }  // namespace
 
@@ -125,8 +131,12 @@ int ExprBuilder::widen(int id, Kind kind) {
     return add({.op = Op::promote, .kind = kind, .num_args = 1, .args = {id}});
 }
 
-int ExprBuilder::literal(int32_t value) { return add({.op = Op::literal, .kind = Kind::integer, .integer = value}); }
-int ExprBuilder::literal(bool value) { return add({.op = Op::literal, .kind = Kind::boolean, .integer = value}); }
+int ExprBuilder::literal(int32_t value) {
+    return add({.op = Op::literal, .kind = Kind::integer, .integer = value});
+}
+int ExprBuilder::literal(bool value) {
+    return add({.op = Op::literal, .kind = Kind::boolean, .integer = value});
+}
 int ExprBuilder::literal(double value) {
     if (std::isnan(value)) fail("the constant NaN", "numbers, inf and -inf");
     return add({.op = Op::literal, .kind = Kind::real, .real = value});
@@ -158,8 +168,10 @@ int ExprBuilder::gather(int array, std::span<const int> indices) {
              std::to_string(arrays_.size()) + " arrays were passed.");
     }
     const Array& source = arrays_[static_cast<size_t>(array)];
-    if (!source) fail("array @" + std::to_string(array) + ", which is absent", "arrays with elements");
-    if (source.rank < 0 || source.rank > kMaxRank || indices.size() != static_cast<size_t>(source.rank)) {
+    if (!source || source.rank < 0 || source.rank > kMaxRank) {
+        fail("array @" + std::to_string(array) + ", which is absent", "arrays of up to 5 axes");
+    }
+    if (indices.size() != static_cast<size_t>(source.rank)) {
         fail("gather with " + std::to_string(indices.size()) + " indices from @" + std::to_string(array) + ", " +
                  describe(source),
              "one index per axis, " + std::to_string(source.rank));
@@ -195,17 +207,35 @@ int ExprBuilder::call(Op op, std::span<const int> args) {
     size_t first = 0;
     for (size_t a = 0; a < args.size(); ++a) operands = wider(operands, kind(a));
     switch (op) {
-        case Op::add: case Op::sub: case Op::mul: case Op::floordiv: case Op::mod: case Op::min: case Op::max:
-        case Op::neg: case Op::abs:
+        case Op::add:
+        case Op::sub:
+        case Op::mul:
+        case Op::floordiv:
+        case Op::mod:
+        case Op::min:
+        case Op::max:
+        case Op::neg:
+        case Op::abs:
             node.kind = operands;
             break;
-        case Op::div: case Op::exp: case Op::log: case Op::tanh: case Op::sqrt:
+        case Op::div:
+        case Op::exp:
+        case Op::log:
+        case Op::tanh:
+        case Op::sqrt:
             node.kind = operands = Kind::real;
             break;
-        case Op::lt: case Op::le: case Op::gt: case Op::ge: case Op::eq: case Op::ne:
+        case Op::lt:
+        case Op::le:
+        case Op::gt:
+        case Op::ge:
+        case Op::eq:
+        case Op::ne:
             node.kind = Kind::boolean;
             break;
-        case Op::logical_and: case Op::logical_or: case Op::logical_not:
+        case Op::logical_and:
+        case Op::logical_or:
+        case Op::logical_not:
             for (size_t a = 0; a < args.size(); ++a) need_bool(a);
             node.kind = operands = Kind::boolean;
             break;
@@ -220,7 +250,12 @@ int ExprBuilder::call(Op op, std::span<const int> args) {
             node.kind = Kind::real;
             operands = kind(0);
             break;
-        case Op::literal: case Op::variable: case Op::scalar: case Op::gather: case Op::promote: break;
+        case Op::literal:
+        case Op::variable:
+        case Op::scalar:
+        case Op::gather:
+        case Op::promote:
+            break;
     }
     for (size_t a = first; a < args.size(); ++a) node.args[a] = widen(args[a], operands);
     return add(node);
@@ -308,8 +343,8 @@ std::string real_text(double value) {
     const char* digits = text.data() + e + (text[e + 1] == '+' ? 2 : 1);
     std::from_chars(digits, text.data() + text.size(), exponent);
     if (exponent < -4 || exponent >= 16) return text;
-    std::to_chars_result fixed = std::to_chars(buffer.data(), buffer.data() + buffer.size(), value,
-                                               std::chars_format::fixed);
+    std::to_chars_result fixed =
+        std::to_chars(buffer.data(), buffer.data() + buffer.size(), value, std::chars_format::fixed);
     text.assign(buffer.data(), fixed.ptr);
     return text.find('.') == std::string::npos ? text + ".0" : text;
 }
@@ -320,7 +355,8 @@ std::string leaf_text(const Node& node) {
             if (node.kind == Kind::real) return real_text(node.real);
             if (node.kind == Kind::integer) return std::to_string(node.integer);
             return node.integer ? "true" : "false";
-        case Op::variable: return name(static_cast<Variable>(node.index));
+        case Op::variable:
+            return name(static_cast<Variable>(node.index));
         case Op::scalar: {
             std::string text = "$";
             text += std::to_string(node.index);
@@ -330,7 +366,8 @@ std::string leaf_text(const Node& node) {
             std::string text = "gather(@";
             return text += std::to_string(node.index);  // the indices and ')' follow
         }
-        default: return std::string(name(node.op)) + "(";
+        default:
+            return std::string(name(node.op)) + "(";
     }
 }
 
@@ -379,8 +416,12 @@ std::string Expr::text() const {
 
 namespace {
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
+bool is_digit(char c) {
+    return c >= '0' && c <= '9';
+}
+bool is_letter(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
 
 class Parser {
 public:
@@ -419,7 +460,6 @@ private:
             if (word == kVariableNames[v]) return build_.variable(static_cast<Variable>(v));
         }
         if (word == "gather") return gather(start, depth);
-        if (word == kWhere.name) return call(Op::where, start, depth);
         for (size_t op = static_cast<size_t>(Op::to_real); op < kSyntax.size(); ++op) {
             if (word == kSyntax[op].name) return call(static_cast<Op>(op), start, depth);
         }

@@ -53,10 +53,29 @@ enum class Op : uint8_t {
     gather,    // index: which array; args: one integer per axis
     promote,   // widening to `kind` that the text does not show
     to_real,   // float(...)
-    add, sub, mul, div, floordiv, mod, min, max,
-    neg, abs, exp, log, tanh, sqrt,
-    lt, le, gt, ge, eq, ne,  // args of one kind: both integer or both real
-    logical_and, logical_or, logical_not,
+    add,
+    sub,
+    mul,
+    div,
+    floordiv,
+    mod,
+    min,
+    max,
+    neg,
+    abs,
+    exp,
+    log,
+    tanh,
+    sqrt,
+    lt,
+    le,
+    gt,
+    ge,
+    eq,
+    ne,  // args of one kind: both integer or both real
+    logical_and,
+    logical_or,
+    logical_not,
     where,  // args: bool, then two of this node's kind
 };
 const char* name(Op op);
@@ -64,7 +83,9 @@ const char* name(Variable variable);
 
 // Set of variables, as bits.
 using Uses = uint32_t;
-constexpr Uses bit(Variable v) { return Uses{1} << static_cast<int>(v); }
+constexpr Uses bit(Variable v) {
+    return Uses{1} << static_cast<int>(v);
+}
 inline constexpr Uses kVariesAlongRow = bit(Variable::x) | bit(Variable::j);
 
 // Operands come before their users, and their kinds already fit: every conversion is a node.
@@ -171,8 +192,8 @@ struct ExprContext {
 class RowProgram {
 public:
     RowProgram() = default;
-    explicit RowProgram(const Expr& expr);                         // the result only
-    RowProgram(const Expr& expr, std::span<const int> outputs);    // these nodes too; all are kept to the end
+    explicit RowProgram(const Expr& expr);                       // the result only
+    RowProgram(const Expr& expr, std::span<const int> outputs);  // these nodes too; all are kept to the end
     [[nodiscard]] const Expr& expr() const { return expr_; }
 
     // Bytes an evaluator for rows of up to max_n keys needs, with reals of real_size bytes.
@@ -231,6 +252,8 @@ public:
     // Scratch of program.scratch_bytes(max_n, sizeof(T)) bytes, 64-byte aligned; both must outlive the evaluator.
     // kernel: another build of the inner loops; null is the baseline one.
     RowEvaluator(const RowProgram& program, int64_t max_n, void* scratch, RowKernel<T> kernel = nullptr);
+    RowEvaluator(RowEvaluator&&) = default;  // not copied: a copy would write to the same scratch
+    RowEvaluator& operator=(RowEvaluator&&) = default;
 
     // The result for any number of keys (in pieces of max_n). out may be x. x may be null if the expression does not
     // use it; bools are 0 or 1.
@@ -276,7 +299,7 @@ struct Adjoint {
         bool difference;               // the index depends on i and j through i - j only
     };
     Expr expr;
-    int dx_node = 0;  // a literal 1 if f = x + anything without x, a literal 0 if x is not used
+    int dx_node = 0;              // a literal 1 if f = x + anything without x, a literal 0 if x is not used
     std::vector<Gather> gathers;  // of float arrays, those with a gradient that is not 0 everywhere
 
     [[nodiscard]] bool dx_is(double value) const;

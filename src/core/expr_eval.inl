@@ -28,23 +28,39 @@ namespace {
 // Element operations. Integers wrap around: their arithmetic is done on unsigned.
 
 using I = int32_t;
-inline I wrapped(uint32_t v) { return static_cast<I>(v); }
-inline uint32_t bits(I v) { return static_cast<uint32_t>(v); }
+inline I wrapped(uint32_t v) {
+    return static_cast<I>(v);
+}
+inline uint32_t bits(I v) {
+    return static_cast<uint32_t>(v);
+}
 
 struct Add {
     I operator()(I a, I b) const { return wrapped(bits(a) + bits(b)); }
-    template <class T> T operator()(T a, T b) const { return a + b; }
+    template <class T>
+    T operator()(T a, T b) const {
+        return a + b;
+    }
 };
 struct Sub {
     I operator()(I a, I b) const { return wrapped(bits(a) - bits(b)); }
-    template <class T> T operator()(T a, T b) const { return a - b; }
+    template <class T>
+    T operator()(T a, T b) const {
+        return a - b;
+    }
 };
 struct Mul {
     I operator()(I a, I b) const { return wrapped(bits(a) * bits(b)); }
-    template <class T> T operator()(T a, T b) const { return a * b; }
+    template <class T>
+    T operator()(T a, T b) const {
+        return a * b;
+    }
 };
 struct Div {
-    template <class T> T operator()(T a, T b) const { return a / b; }
+    template <class T>
+    T operator()(T a, T b) const {
+        return a / b;
+    }
 };
 struct FloorDiv {
     I operator()(I a, I b) const {
@@ -52,7 +68,10 @@ struct FloorDiv {
         if (b == -1) return wrapped(0u - bits(a));  // INT_MIN / -1 wraps
         return a / b - ((a % b != 0) & ((a < 0) != (b < 0)));
     }
-    template <class T> T operator()(T a, T b) const { return std::floor(a / b); }
+    template <class T>
+    T operator()(T a, T b) const {
+        return std::floor(a / b);
+    }
 };
 struct Mod {
     I operator()(I a, I b) const {
@@ -60,48 +79,85 @@ struct Mod {
         const I r = a % b;
         return r != 0 && (r < 0) != (b < 0) ? r + b : r;
     }
-    template <class T> T operator()(T a, T b) const {
+    template <class T>
+    T operator()(T a, T b) const {
         const T r = std::fmod(a, b);
         return r != 0 && (r < 0) != (b < 0) ? r + b : r;
     }
 };
 struct Min {
-    template <class T> T operator()(T a, T b) const { return a <= b || a != a ? a : b; }
+    template <class T>
+    T operator()(T a, T b) const {
+        return a <= b || a != a ? a : b;
+    }
 };
 struct Max {
-    template <class T> T operator()(T a, T b) const { return a >= b || a != a ? a : b; }
+    template <class T>
+    T operator()(T a, T b) const {
+        return a >= b || a != a ? a : b;
+    }
 };
 struct Neg {
     I operator()(I a) const { return wrapped(0u - bits(a)); }
-    template <class T> T operator()(T a) const { return -a; }
+    template <class T>
+    T operator()(T a) const {
+        return -a;
+    }
 };
 struct Abs {
     I operator()(I a) const { return a < 0 ? wrapped(0u - bits(a)) : a; }
-    template <class T> T operator()(T a) const { return std::fabs(a); }
+    template <class T>
+    T operator()(T a) const {
+        return std::fabs(a);
+    }
 };
 struct Exp {
-    template <class T> T operator()(T a) const { return std::exp(a); }
+    template <class T>
+    T operator()(T a) const {
+        return std::exp(a);
+    }
 };
 struct Log {
-    template <class T> T operator()(T a) const { return std::log(a); }
+    template <class T>
+    T operator()(T a) const {
+        return std::log(a);
+    }
 };
 struct Tanh {
-    template <class T> T operator()(T a) const { return std::tanh(a); }
+    template <class T>
+    T operator()(T a) const {
+        return std::tanh(a);
+    }
 };
 struct Sqrt {
-    template <class T> T operator()(T a) const { return std::sqrt(a); }
+    template <class T>
+    T operator()(T a) const {
+        return std::sqrt(a);
+    }
 };
 struct Lt {
-    template <class T> uint8_t operator()(T a, T b) const { return a < b; }
+    template <class T>
+    uint8_t operator()(T a, T b) const {
+        return a < b;
+    }
 };
 struct Le {
-    template <class T> uint8_t operator()(T a, T b) const { return a <= b; }
+    template <class T>
+    uint8_t operator()(T a, T b) const {
+        return a <= b;
+    }
 };
 struct Eq {
-    template <class T> uint8_t operator()(T a, T b) const { return a == b; }
+    template <class T>
+    uint8_t operator()(T a, T b) const {
+        return a == b;
+    }
 };
 struct Ne {
-    template <class T> uint8_t operator()(T a, T b) const { return a != b; }
+    template <class T>
+    uint8_t operator()(T a, T b) const {
+        return a != b;
+    }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -120,14 +176,18 @@ struct Same {
 
 template <class V, class T>
 V single(const RowValue<T>& value) {
-    if constexpr (std::is_same_v<V, T>) return value.real;
-    else return static_cast<V>(value.integer);
+    if constexpr (std::is_same_v<V, T>)
+        return value.real;
+    else
+        return static_cast<V>(value.integer);
 }
 
 template <class V, class T, class F>
 void with_operand(const RowValue<T>& value, F&& f) {
-    if (value.row) f(Row<V>{static_cast<const V*>(value.row)});
-    else f(Same<V>{single<V>(value)});
+    if (value.row)
+        f(Row<V>{static_cast<const V*>(value.row)});
+    else
+        f(Same<V>{single<V>(value)});
 }
 
 // Where a node's values go: a row of n, or one value if no operand is a row.
@@ -140,8 +200,10 @@ struct Target {
     template <class V>
     void set(V v) const {
         value->row = nullptr;
-        if constexpr (std::is_same_v<V, T>) value->real = v;
-        else value->integer = v;
+        if constexpr (std::is_same_v<V, T>)
+            value->real = v;
+        else
+            value->integer = v;
     }
     template <class V, class F>
     void fill(F f) const {
@@ -179,13 +241,17 @@ void binary(const Target<T>& to, const RowValue<T>& a, const RowValue<T>& b, F o
 // Integer or real by kind of the operands.
 template <class F, class T>
 void arithmetic(const Target<T>& to, Kind kind, const RowValue<T>& a, const RowValue<T>& b, F op) {
-    if (kind == Kind::real) binary<T, T>(to, a, b, op);
-    else binary<I, I>(to, a, b, op);
+    if (kind == Kind::real)
+        binary<T, T>(to, a, b, op);
+    else
+        binary<I, I>(to, a, b, op);
 }
 template <class F, class T>
 void compare(const Target<T>& to, Kind operands, const RowValue<T>& a, const RowValue<T>& b, F op) {
-    if (operands == Kind::real) binary<uint8_t, T>(to, a, b, op);
-    else binary<uint8_t, I>(to, a, b, op);
+    if (operands == Kind::real)
+        binary<uint8_t, T>(to, a, b, op);
+    else
+        binary<uint8_t, I>(to, a, b, op);
 }
 
 // Division of a row by one positive integer, the usual case, without a division instruction per element: a shift for
@@ -198,8 +264,10 @@ bool divide_by_constant(const Target<T>& to, const RowValue<T>& a, const RowValu
     if ((d & (d - 1)) == 0) {
         int shift = 0;
         while ((I{1} << shift) != d) ++shift;
-        if (kModulo) to.template fill<I>([=](int64_t k) { return in[k] & (d - 1); });
-        else to.template fill<I>([=](int64_t k) { return in[k] >> shift; });
+        if (kModulo)
+            to.template fill<I>([=](int64_t k) { return in[k] & (d - 1); });
+        else
+            to.template fill<I>([=](int64_t k) { return in[k] >> shift; });
         return true;
     }
     const double divisor = d;
@@ -239,9 +307,12 @@ void select(const Target<T>& to, const RowValue<T>& condition, const RowValue<T>
 template <class T>
 void convert(const Target<T>& to, Kind from, Kind kind, const RowValue<T>& a) {
     const auto same = [](auto v) { return v; };
-    if (kind == Kind::integer) unary<I, uint8_t>(to, a, same);
-    else if (from == Kind::integer) unary<T, I>(to, a, same);
-    else unary<T, uint8_t>(to, a, same);
+    if (kind == Kind::integer)
+        unary<I, uint8_t>(to, a, same);
+    else if (from == Kind::integer)
+        unary<T, I>(to, a, same);
+    else
+        unary<T, uint8_t>(to, a, same);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -264,16 +335,23 @@ void with_loader(DType dtype, F&& f) {
         f([](const void* data, int64_t k) { return static_cast<V>(load<uint8_t>(data, k) != 0); });
     } else if constexpr (std::is_same_v<V, I>) {
         switch (dtype) {
-            case DType::i64: return plain(int64_t{});
-            case DType::i16: return plain(int16_t{});
-            case DType::i8: return plain(int8_t{});
-            case DType::u8: return plain(uint8_t{});
-            default: return plain(int32_t{});  // u32 too: the same bits
+            case DType::i64:
+                return plain(int64_t{});
+            case DType::i16:
+                return plain(int16_t{});
+            case DType::i8:
+                return plain(int8_t{});
+            case DType::u8:
+                return plain(uint8_t{});
+            default:
+                return plain(int32_t{});  // u32 too: the same bits
         }
     } else {
         switch (dtype) {
-            case DType::f64: return plain(double{});
-            case DType::f32: return plain(float{});
+            case DType::f64:
+                return plain(double{});
+            case DType::f32:
+                return plain(float{});
             case DType::f16:
                 return f([](const void* data, int64_t k) { return V{half_to_float(load<uint16_t>(data, k))}; });
             default:
@@ -361,8 +439,10 @@ void gather(const RowFrame<T>& frame, const Target<T>& to, const Node& node) {
                 return inside ? v : V{};
             });
         };
-        if (rows == 1) loop(std::true_type{});
-        else loop(std::false_type{});
+        if (rows == 1)
+            loop(std::true_type{});
+        else
+            loop(std::false_type{});
     });
 }
 
@@ -373,14 +453,23 @@ template <class T>
 I variable(const RowFrame<T>& frame, Variable v) {
     const ExprContext& c = *frame.context;
     switch (v) {
-        case Variable::b: return static_cast<I>(c.b);
-        case Variable::h: return static_cast<I>(c.h);
-        case Variable::i: return static_cast<I>(frame.i);
-        case Variable::seqlen_q: return static_cast<I>(c.seqlen_q);
-        case Variable::seqlen_kv: return static_cast<I>(c.seqlen_kv);
-        case Variable::q_offset: return static_cast<I>(c.q_offset);
-        case Variable::head_kv: return static_cast<I>(c.head_kv);
-        case Variable::x: case Variable::j: break;
+        case Variable::b:
+            return static_cast<I>(c.b);
+        case Variable::h:
+            return static_cast<I>(c.h);
+        case Variable::i:
+            return static_cast<I>(frame.i);
+        case Variable::seqlen_q:
+            return static_cast<I>(c.seqlen_q);
+        case Variable::seqlen_kv:
+            return static_cast<I>(c.seqlen_kv);
+        case Variable::q_offset:
+            return static_cast<I>(c.q_offset);
+        case Variable::head_kv:
+            return static_cast<I>(c.head_kv);
+        case Variable::x:
+        case Variable::j:
+            break;
     }
     return 0;
 }
@@ -434,53 +523,100 @@ void evaluate_row(const RowFrame<T>& frame) {
                 break;
             }
             case Op::gather:
-                if (node.kind == Kind::real) gather<T>(frame, to, node);
-                else if (node.kind == Kind::integer) gather<I>(frame, to, node);
-                else gather<uint8_t>(frame, to, node);
+                if (node.kind == Kind::real)
+                    gather<T>(frame, to, node);
+                else if (node.kind == Kind::integer)
+                    gather<I>(frame, to, node);
+                else
+                    gather<uint8_t>(frame, to, node);
                 break;
-            case Op::promote: case Op::to_real: convert(to, operands, node.kind, a); break;
-            case Op::add: arithmetic(to, operands, a, b, Add{}); break;
-            case Op::sub: arithmetic(to, operands, a, b, Sub{}); break;
-            case Op::mul: arithmetic(to, operands, a, b, Mul{}); break;
-            case Op::div: binary<T, T>(to, a, b, Div{}); break;
+            case Op::promote:
+            case Op::to_real:
+                convert(to, operands, node.kind, a);
+                break;
+            case Op::add:
+                arithmetic(to, operands, a, b, Add{});
+                break;
+            case Op::sub:
+                arithmetic(to, operands, a, b, Sub{});
+                break;
+            case Op::mul:
+                arithmetic(to, operands, a, b, Mul{});
+                break;
+            case Op::div:
+                binary<T, T>(to, a, b, Div{});
+                break;
             case Op::floordiv:
                 if (!integers || !divide_by_constant<false>(to, a, b)) arithmetic(to, operands, a, b, FloorDiv{});
                 break;
             case Op::mod:
                 if (!integers || !divide_by_constant<true>(to, a, b)) arithmetic(to, operands, a, b, Mod{});
                 break;
-            case Op::min: arithmetic(to, operands, a, b, Min{}); break;
-            case Op::max: arithmetic(to, operands, a, b, Max{}); break;
+            case Op::min:
+                arithmetic(to, operands, a, b, Min{});
+                break;
+            case Op::max:
+                arithmetic(to, operands, a, b, Max{});
+                break;
             case Op::neg:
-                if (integers) unary<I, I>(to, a, Neg{});
-                else unary<T, T>(to, a, Neg{});
+                if (integers)
+                    unary<I, I>(to, a, Neg{});
+                else
+                    unary<T, T>(to, a, Neg{});
                 break;
             case Op::abs:
-                if (integers) unary<I, I>(to, a, Abs{});
-                else unary<T, T>(to, a, Abs{});
+                if (integers)
+                    unary<I, I>(to, a, Abs{});
+                else
+                    unary<T, T>(to, a, Abs{});
                 break;
-            case Op::exp: unary<T, T>(to, a, Exp{}); break;
-            case Op::log: unary<T, T>(to, a, Log{}); break;
-            case Op::tanh: unary<T, T>(to, a, Tanh{}); break;
-            case Op::sqrt: unary<T, T>(to, a, Sqrt{}); break;
-            case Op::lt: compare(to, operands, a, b, Lt{}); break;
-            case Op::le: compare(to, operands, a, b, Le{}); break;
-            case Op::gt: compare(to, operands, b, a, Lt{}); break;
-            case Op::ge: compare(to, operands, b, a, Le{}); break;
-            case Op::eq: compare(to, operands, a, b, Eq{}); break;
-            case Op::ne: compare(to, operands, a, b, Ne{}); break;
+            case Op::exp:
+                unary<T, T>(to, a, Exp{});
+                break;
+            case Op::log:
+                unary<T, T>(to, a, Log{});
+                break;
+            case Op::tanh:
+                unary<T, T>(to, a, Tanh{});
+                break;
+            case Op::sqrt:
+                unary<T, T>(to, a, Sqrt{});
+                break;
+            case Op::lt:
+                compare(to, operands, a, b, Lt{});
+                break;
+            case Op::le:
+                compare(to, operands, a, b, Le{});
+                break;
+            case Op::gt:
+                compare(to, operands, b, a, Lt{});
+                break;
+            case Op::ge:
+                compare(to, operands, b, a, Le{});
+                break;
+            case Op::eq:
+                compare(to, operands, a, b, Eq{});
+                break;
+            case Op::ne:
+                compare(to, operands, a, b, Ne{});
+                break;
             case Op::logical_and:
                 binary<uint8_t, uint8_t>(to, a, b, [](uint8_t p, uint8_t q) { return p & q; });
                 break;
             case Op::logical_or:
                 binary<uint8_t, uint8_t>(to, a, b, [](uint8_t p, uint8_t q) { return p | q; });
                 break;
-            case Op::logical_not: unary<uint8_t, uint8_t>(to, a, [](uint8_t p) { return p ^ 1; }); break;
+            case Op::logical_not:
+                unary<uint8_t, uint8_t>(to, a, [](uint8_t p) { return p ^ 1; });
+                break;
             case Op::where: {
                 const RowValue<T>& otherwise = frame.values[node.args[2]];
-                if (node.kind == Kind::real) select<T>(to, a, b, otherwise);
-                else if (node.kind == Kind::integer) select<I>(to, a, b, otherwise);
-                else select<uint8_t>(to, a, b, otherwise);
+                if (node.kind == Kind::real)
+                    select<T>(to, a, b, otherwise);
+                else if (node.kind == Kind::integer)
+                    select<I>(to, a, b, otherwise);
+                else
+                    select<uint8_t>(to, a, b, otherwise);
                 break;
             }
         }

@@ -53,6 +53,22 @@ struct TokenOrigin {
     [[nodiscard]] int64_t kv_physical(const Sequence& s) const { return kv(s) + s.kv_row0 - s.kv_first_row; }
 };
 
+// function(n, value) for n elements of an integer or bool array, from an offset on.
+template <class Function>
+void for_each_integer(const Array& a, int64_t offset, int64_t stride, int64_t n, const Function& function) {
+    const auto run = [&]<class T>(const T* p) {
+        for (int64_t k = 0; k < n; ++k) function(k, static_cast<int64_t>(p[k * stride]));
+    };
+    switch (a.dtype) {
+        case DType::i64: return run(static_cast<const int64_t*>(a.data) + offset);
+        case DType::i32: return run(static_cast<const int32_t*>(a.data) + offset);
+        case DType::u32: return run(static_cast<const uint32_t*>(a.data) + offset);
+        case DType::i16: return run(static_cast<const int16_t*>(a.data) + offset);
+        case DType::i8: return run(static_cast<const int8_t*>(a.data) + offset);
+        default: return run(static_cast<const uint8_t*>(a.data) + offset);
+    }
+}
+
 // An array with one entry per token, copied to [plane][token]. `component` picks one of several numbers per token.
 template <class T>
 class PerToken {
@@ -65,12 +81,10 @@ public:
         const size_t axis = static_cast<size_t>(a.rank - tail);
         tokens_ = a.shape[axis];
         values_.resize(static_cast<size_t>(planes_.count() * tokens_));
-        size_t n = 0;
         for (int64_t plane = 0; plane < planes_.count(); ++plane) {
             const int64_t start = planes_.offset(plane) + (component < 0 ? 0 : component * a.stride[axis + 1]);
-            for (int64_t t = 0; t < tokens_; ++t) {
-                values_[n++] = convert(load_int(a.data, a.dtype, start + t * a.stride[axis]));
-            }
+            T* const row_values = values_.data() + plane * tokens_;
+            for_each_integer(a, start, a.stride[axis], tokens_, [&](int64_t t, int64_t value) { row_values[t] = convert(value); });
         }
     }
 

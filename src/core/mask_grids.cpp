@@ -20,13 +20,12 @@ public:
         : origin_(p), planes_(p, bits, 2, p.packed_q), n_(std::move(n)) {
         const size_t axis = static_cast<size_t>(bits.rank - 2);
         rows_ = bits.shape[axis], words_ = bits.shape[axis + 1];
-        bits_.reserve(static_cast<size_t>(planes_.count() * rows_ * words_));
+        bits_.resize(static_cast<size_t>(planes_.count() * rows_ * words_));
+        uint32_t* to = bits_.data();
         for (int64_t plane = 0; plane < planes_.count(); ++plane) {
-            for (int64_t r = 0; r < rows_; ++r) {
-                for (int64_t w = 0; w < words_; ++w) {
-                    const int64_t offset = planes_.offset(plane) + r * bits.stride[axis] + w * bits.stride[axis + 1];
-                    bits_.push_back(static_cast<uint32_t>(load_int(bits.data, bits.dtype, offset)));
-                }
+            for (int64_t r = 0; r < rows_; ++r, to += words_) {
+                for_each_integer(bits, planes_.offset(plane) + r * bits.stride[axis], bits.stride[axis + 1], words_,
+                                 [&](int64_t w, int64_t value) { to[w] = static_cast<uint32_t>(value); });
             }
         }
         counts_ = BlockCounts(planes_.count(), rows_, 32 * words_, kSummaryBlock, Count{this});
@@ -93,13 +92,12 @@ public:
                        std::to_string(ceil_div(s.q_len, bq)) + ", " + std::to_string(ceil_div(s.kv_len, bkv)) + "]");
             }
         }
-        map_.reserve(static_cast<size_t>(planes_.count() * rows_ * columns_));
+        map_.resize(static_cast<size_t>(planes_.count() * rows_ * columns_));
+        uint8_t* to = map_.data();
         for (int64_t plane = 0; plane < planes_.count(); ++plane) {
-            for (int64_t r = 0; r < rows_; ++r) {
-                for (int64_t c = 0; c < columns_; ++c) {
-                    const int64_t offset = planes_.offset(plane) + r * map.stride[axis] + c * map.stride[axis + 1];
-                    map_.push_back(load_int(map.data, map.dtype, offset) != 0);
-                }
+            for (int64_t r = 0; r < rows_; ++r, to += columns_) {
+                for_each_integer(map, planes_.offset(plane) + r * map.stride[axis], map.stride[axis + 1], columns_,
+                                 [&](int64_t c, int64_t value) { to[c] = value != 0; });
             }
         }
         counts_ = BlockCounts(planes_.count(), rows_, columns_, 1, Count{this});

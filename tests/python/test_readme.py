@@ -68,6 +68,7 @@ def test_cpp_block(tmp_path):
 @pytest.mark.parametrize("document", ["README.md", "HACKING.md", "docs/demo.md"])
 def test_links_lead_somewhere(document):
     path = ROOT / document
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose)
     missing = [target for target in targets if "://" not in target and not (path.parent / target).exists()]
     assert not missing, f"{document} links to what does not exist: {missing}"
