@@ -118,7 +118,15 @@ public:
                 R sum = 0;
                 for (int64_t n = 0; n < dv_; ++n) sum += d_o[i * dv_ + n] * v[j * dv_ + n];
                 ds[j] = dropped(i, j, round(sum));
-                delta += probability[at(i, j)] * ds[j];
+            }
+            // D = sum of o * do, of the o that the forward pass has rounded: as the formula says, and as everybody does
+            // who keeps o and not P.
+            for (int64_t n = 0; n < dv_ && !empty; ++n) {
+                R o = 0;
+                for (int64_t j = 0; j < keys_; ++j) {
+                    if (visible[at(i, j)]) o += dropped(i, j, probability[at(i, j)]) * v[j * dv_ + n];
+                }
+                delta += round(o) * d_o[i * dv_ + n];
             }
             if (!dsinks.empty() && (empty || sink() != -std::numeric_limits<R>::infinity())) {
                 dsinks[h_] += empty ? dlse : std::exp(sink() - lse[i]) * (dlse - delta);

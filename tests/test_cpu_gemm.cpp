@@ -243,13 +243,13 @@ struct Trial {
     // [b][s][h][d], or with every second element unused if `strided`.
     static tilewise_tensor view(std::vector<uint8_t>& bytes, const std::vector<double>& values, const Case& c, int64_t heads,
                                 int64_t rows, int64_t dim) {
-        const int64_t step = c.strided ? 2 : 1;
+        const int64_t step = c.strided ? 2 : 1, space = std::max<int64_t>(dim, 1);
         tilewise_tensor t{};
         bytes.assign(static_cast<size_t>(c.batch * heads * rows * dim * step * core::size_of(c.dtype) + 64), 0xff);
         t.data = bytes.data();
         t.dtype = static_cast<int32_t>(c.dtype);
         t.rank = 4;
-        const int64_t shape[4] = {c.batch, rows, heads, dim}, stride[4] = {rows * heads * dim * step, heads * dim * step, dim * step, step};
+        const int64_t shape[4] = {c.batch, rows, heads, dim}, stride[4] = {rows * heads * space * step, heads * space * step, space * step, step};
         std::copy_n(shape, 4, t.shape), std::copy_n(stride, 4, t.strides);
         size_t n = 0;
         for (int64_t b = 0; b < c.batch; ++b) {

@@ -178,8 +178,9 @@ void sink_gradients(const BackwardCall& w) {
 void slope_gradients(const BackwardCall& w) {
     const Problem& p = *w.problem;
     const Array& out = w.args->dalibi_slopes;
-    const bool per_batch = out.rank == 2 && out.shape[0] > 1;
-    for (int64_t row = 0; row < (per_batch ? p.batch : 1); ++row) {
+    const int64_t rows = out.rank == 2 ? out.shape[0] : 1;  // batch, or 1 for slopes shared by all, or 0 of an empty batch
+    const bool per_batch = rows > 1;
+    for (int64_t row = 0; row < rows; ++row) {
         for (int64_t h = 0; h < p.num_heads_q; ++h) {
             double sum = 0;
             for (int64_t b = per_batch ? row : 0; b < (per_batch ? row + 1 : p.batch); ++b) {
