@@ -641,6 +641,22 @@ TEST(mask, score_mod_that_hides_a_tile_skips_it) {
     EXPECT_TRUE(BoundMask(p).varies_by_head());
 }
 
+TEST(mask, intervals_that_meet_hide_a_column_together) {
+    Rng rng(7);
+    for (const int64_t gap : {0, 1}) {
+        World w;
+        w.p = one_sequence(300, 300);
+        std::vector<int64_t> bounds;
+        for (int64_t j = 0; j < 300; ++j) bounds.insert(bounds.end(), {0, 150, 150 + gap, 300});
+        w.add(rng, DType::i32, {1, 1, 300, 4}, bounds);
+        w.p.mask = canonical_mask("intervals(@0,full)", w.p);
+        const BoundMask mask(w.p);
+        EXPECT_EQ(mask.classify(0, 0, {0, 300}, {0, 300}), gap ? TileClass::partial : TileClass::skip);
+        EXPECT_EQ(mask.classify(0, 0, {140, 160}, {7, 90}), gap ? TileClass::partial : TileClass::skip);
+        EXPECT_EQ(mask.classify(0, 0, {151, 160}, {7, 90}), TileClass::skip);
+    }
+}
+
 // A million tokens in about a thousand documents, as ids and as an expression.
 class MillionTokens : public testing::TestWithParam<const char*> {};
 TEST_P(MillionTokens, cost_what_is_visible) {

@@ -2,8 +2,8 @@
 // the instruction set.
 //
 //   delta      D - dlse of every row                            parallel over blocks of rows
-//   sinks      sum of p_sink (dlse - D)                         parallel over heads
 //   keys       dk, dv, sums of dq, of slopes; dbias if direct   parallel over (sequence, KV head, group of key blocks)
+//   sinks      sum of p_sink (dlse - D)                         parallel over heads
 //   dq         sums of the groups, in order                     parallel over blocks of rows
 //   bias       dbias if it is broadcast: scores once more       parallel over parts of dbias
 //   arrays     gradients of captured arrays: scores once more   parallel over chunks, then over elements
@@ -16,6 +16,7 @@
 // Workspace, in closed form, all terms linear in lengths; rows = batch * seqlen_q or total_q, t = sizeof T (4; fp64: 8):
 //   delta      num_heads_q * rows * t
 //   dq sums    groups * num_heads_q * rows * padded(head_dim_qk) * t, and a byte per kTileM rows
+//   whole      a byte per kTileM rows and head
 //   slopes     groups * batch * num_heads_q * 8                                         with alibi_slopes
 //   arrays     chunks * elements of captured float arrays * 8, chunks <= kMaxChunks      with score_mod
 //   scratch    threads * BackwardScratch
@@ -42,6 +43,13 @@ std::span<const Tile> query_tiles(const Call& call, int64_t b, int64_t h, Range 
     tiles[list].clear();
     call.mask->q_tiles(b, h, keys, kTileM, tiles[list]);
     return tiles[list];
+}
+
+int64_t num_key_tiles(const Call& call, const RowBlock& block) {
+    thread_local std::vector<Tile> tiles;
+    tiles.clear();
+    call.mask->kv_tiles(block.b, block.h0, {block.i0, block.i0 + block.queries}, kTileN, tiles);
+    return static_cast<int64_t>(tiles.size());
 }
 
 namespace {
@@ -81,7 +89,7 @@ template <class T>
 struct Layout {
     int64_t groups, rows, blocks, chunks;
     int bundle;
-    int64_t delta, dq, touched, slopes, arrays, scratch;  // bytes
+    int64_t delta, dq, touched, whole, slopes, arrays, scratch;  // bytes
 
     Layout(const Problem& p, const Programs& programs, int64_t threads) {
         constexpr int64_t t = sizeof(T);
@@ -96,13 +104,14 @@ struct Layout {
         delta = round_up(p.num_heads_q * rows * t, 64);
         dq = groups * sums;
         touched = round_up(groups * p.num_heads_q * blocks, 64);
+        whole = round_up(p.num_heads_q * blocks, 64);
         slopes = p.alibi_slopes ? round_up(groups * p.batch * p.num_heads_q * 8, 64) : 0;
         const int64_t elements = round_up(array_elements(p) * 8, 64);
         chunks = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(elements, 1), 1, kMaxChunks);
         arrays = chunks * elements;
         scratch = threads * BackwardScratch<T>::carve(p, programs.mod(), programs.derivative(), bundle, nullptr, nullptr);
     }
-    [[nodiscard]] int64_t total() const { return delta + dq + touched + slopes + arrays + scratch; }
+    [[nodiscard]] int64_t total() const { return delta + dq + touched + whole + slopes + arrays + scratch; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -268,7 +277,7 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     w.args = &args;
     w.adjoint = programs.adjoint ? &*programs.adjoint : nullptr;
     w.adjoint_program = programs.derivative();
-    w.want_scores = args.dq || args.dk || args.dbias || args.dalibi_slopes || want_arrays;
+    w.want_scores = args.dq || args.dk || args.dbias || args.dalibi_slopes || args.dsinks || want_arrays;
     const auto& shape = args.dbias.shape;
     w.direct_bias = args.dbias && shape[0] == p.batch && shape[1] == p.num_heads_q && shape[2] >= p.max_seqlen_q &&
                     shape[3] >= p.max_seqlen_kv;
@@ -283,6 +292,7 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     w.delta = take(layout.delta);
     w.dq = take(layout.dq);
     w.touched = reinterpret_cast<uint8_t*>(take(layout.touched));
+    w.whole = reinterpret_cast<uint8_t*>(take(layout.whole));
     double* const slopes = reinterpret_cast<double*>(take(layout.slopes));
     double* const arrays = reinterpret_cast<double*>(take(layout.arrays));
     std::byte* const scratch = next;
@@ -291,17 +301,15 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     std::memset(w.touched, 0, static_cast<size_t>(layout.touched));
     if (w.direct_bias) clear_bias(args.dbias);
 
-    if (w.want_scores || args.dsinks) {
-        for_each_block(p, [&](const RowBlock& block, int slot) { kernel.delta_block(w, block, scratch + slot * scratch_stride); });
-    }
-    if (args.dsinks) sink_gradients<T>(w);
-    if (args.dq || args.dk || args.dv || args.dalibi_slopes || w.direct_bias) {
+    for_each_block(p, [&](const RowBlock& block, int slot) { kernel.delta_block(w, block, scratch + slot * scratch_stride); });
+    if (args.dq || args.dk || args.dv || args.dalibi_slopes || args.dsinks || w.direct_bias) {
         parallel_for(p.batch * p.num_heads_kv * w.groups, [&](int64_t n, int slot) {
             const KeyItem item{n / w.groups / p.num_heads_kv, n / w.groups % p.num_heads_kv, n % w.groups};
             kernel.key_item(w, item, scratch + slot * scratch_stride);
         });
     }
     if (args.dq) for_each_block(p, [&](const RowBlock& block, int) { kernel.sum_dq(w, block); });
+    if (args.dsinks) sink_gradients<T>(w);
     if (args.dalibi_slopes) slope_gradients(w);
 
     // The passes that follow sum for one purpose only.

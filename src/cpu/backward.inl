@@ -1,6 +1,6 @@
 // The backward pass of one group of key blocks (FlashAttention-2): P is recomputed tile by tile from lse, never stored.
 //
-//   D_i  = sum_d o_id do_id                             once per row; delta = D - dlse
+//   D_i  = sum_d o_id do_id                             once per row; delta = D - dlse (or D = sum_j P dP: below)
 //   S    = Q K^T, options, mask                         (tile.inl, as in forward)
 //   P    = exp(S - lse)        P' = keep P / keep_prob
 //   dP   = dO V^T              dS = P (keep dP / keep_prob - delta), chained back through score_mod and softcap
@@ -32,8 +32,8 @@ using core::TileClass;
 // ---------------------------------------------------------------------------------------------------------------------
 // D - dlse
 
-// The sum over d is one chain of FMAs from 0, as the product dP makes it: where a row sees a single key, o is that v and
-// dP - D is exactly 0.
+// For rows that see keys of one tile only this is preliminary: soften_whole_row does without o. (Their P may be nearly
+// one-hot, dP - D then cancels, and the rounding of o would be all that is left.)
 template <class T>
 void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory) {
     const core::Problem& p = *w.problem;
@@ -53,6 +53,7 @@ void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory
     }
     const T* const lse = static_cast<const T*>(args.lse.data);
     T* const delta = w.delta_of<T>(block.b, block.h0, block.i0);
+    *w.whole_of(block.b, block.h0, block.i0) = num_key_tiles(w, block) <= 1;
     for (int r = 0; r < block.queries; ++r) {
         const T row_lse = lse[args.lse.offset(block.b, block.h0, row0 + r)];
         T dlse = 0;
@@ -120,6 +121,29 @@ inline void soften_row(T* s, T* ds, int begin, int end, T scale, T lse, T delta)
     }
 }
 
+// The same for a row that sees no key outside these columns, so that its D = sum of P dP is known here; no rounding of o
+// is in it. Returns delta.
+template <class T>
+inline T soften_whole_row(T* s, T* ds, int begin, int end, T scale, T lse, T dlse) {
+    const Vec<T> log2e = splat(static_cast<T>(kLog2E));
+    Vec<T> sum = splat(T{0});
+    for (int k = begin; k < end; k += kLanes<T>) {
+        const Vec<T> x = load(s + k);
+        const auto hidden = x == splat(-kInf<T>);
+        const Vec<T> p = exp2<T>(fma(x, splat(scale), splat(-lse)) * log2e);
+        sum += hidden ? splat(T{0}) : p * load(ds + k);
+        store<T>(s + k, hidden ? splat(T{-1}) : p);
+    }
+    const T delta = sum_of<T>(sum) - dlse;
+    for (int k = begin; k < end; k += kLanes<T>) {
+        const Vec<T> p = load(s + k), d = p * (load(ds + k) - splat(delta));
+        const auto hidden = p < splat(T{0});
+        store<T>(s + k, hidden ? splat(T{0}) : p);
+        store<T>(ds + k, hidden ? splat(T{0}) : d);
+    }
+    return delta;
+}
+
 template <class T>
 inline void clear_row(T* row, int begin, int end) {
     for (int k = begin; k < end; ++k) row[k] = 0;
@@ -170,9 +194,25 @@ void write_bias(const BackwardCall& w, const GradientTile<T>& t, int r, int lo, 
     }
 }
 
+// What a row brings along from elsewhere.
+template <class T>
+struct RowSums {
+    T lse;
+    T dlse;
+    T* delta;    // D - dlse
+    bool whole;  // sees no key outside this tile: delta is made here
+};
+
+template <class T>
+inline void soften(const BackwardCall& w, const Extent& e, T* s, T* ds, const RowSums<T>& row) {
+    const T scale = static_cast<T>(score_unit(w));
+    if (row.whole && w.want_scores) *row.delta = soften_whole_row(s, ds, e.begin, e.end, scale, row.lse, row.dlse);
+    else soften_row(s, ds, e.begin, e.end, scale, row.lse, *row.delta);
+}
+
 // The row of a call with options or dropout.
 template <class T>
-void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, T lse, T delta, const BackwardScratch<T>& f,
+void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const RowSums<T>& row, const BackwardScratch<T>& f,
                   Evaluators<T>& evaluate, const Taps& taps) {
     const core::Problem& p = *w.problem;
     const Extent& e = t.e;
@@ -189,7 +229,7 @@ void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, T lse,
                           {t.j.begin + lo, t.j.begin + hi}, p.dropout_threshold, f.keep + lo);
         for (int k = lo; k < hi; ++k) dx[k] = f.keep[k] ? dx[k] * keep_inverse : T{0};
     }
-    soften_row(x, dx, e.begin, e.end, static_cast<T>(score_unit(w)), lse, delta);
+    soften(w, e, x, dx, row);
     if (dropout) {
         for (int k = lo; k < hi; ++k) x[k] = f.keep[k] ? x[k] * keep_inverse : T{0};
     }
@@ -223,26 +263,28 @@ void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const Backwa
 
     const bool plain = w.plain() && p.dropout_threshold == 0;
     const int64_t row0 = w.sequence(t.block.b).q_row0 + t.block.i0;
-    const T* const lse = static_cast<const T*>(w.args->lse.data) + w.args->lse.offset(t.block.b, t.block.h0, row0);
-    const T* const delta = w.delta_of<T>(t.block.b, t.block.h0, t.block.i0);
+    const core::Rows3 &lse = w.args->lse, &dlse = w.args->dlse;
+    const bool whole = *w.whole_of(t.block.b, t.block.h0, t.block.i0);
     for (int r = 0; r < rows; ++r) {
         T* const x = t.s + r * kTileN;
         T* const dx = t.ds + r * kTileN;
-        const T row_lse = lse[r * w.args->lse.row_stride];
-        if (row_lse == -kInf<T> || e.lo[r] >= e.hi[r]) {
+        RowSums<T> row{static_cast<const T*>(lse.data)[lse.offset(t.block.b, t.block.h0, row0 + r)], T{0},
+                       w.delta_of<T>(t.block.b, t.block.h0, t.block.i0 + r), whole};
+        if (dlse) row.dlse = static_cast<const T*>(dlse.data)[dlse.offset(t.block.b, t.block.h0, row0 + r)];
+        if (row.lse == -kInf<T> || e.lo[r] >= e.hi[r]) {
             clear_row(x, e.begin, e.end);
             clear_row(dx, e.begin, e.end);
             if (t.note_seen) __builtin_memset(t.seen + r * kTileN, 0, kTileN);
             continue;
         }
         if (!plain) {
-            gradient_row(w, t, r, row_lse, delta[r], f, evaluate, taps);
+            gradient_row(w, t, r, row, f, evaluate, taps);
             continue;
         }
         if (t.note_seen) {
             for (int k = e.begin; k < e.end; ++k) t.seen[r * kTileN + k] = x[k] != -kInf<T>;
         }
-        soften_row(x, dx, e.begin, e.end, static_cast<T>(score_unit(w)), row_lse, delta[r]);
+        soften(w, e, x, dx, row);
     }
 }
 

@@ -240,7 +240,8 @@ public:
                       core::dropout_keep(problem_.seed, problem_.offset, b_ * problem_.num_heads_q + h_, i_, j,
                                          problem_.dropout_threshold);
         }
-        std::fill(o.begin(), o.end(), 0.0);
+        // A NaN score makes its row NaN, even if dropout leaves nothing of it.
+        std::fill(o.begin(), o.end(), std::isnan(lse) ? lse : 0.0);
         for (int64_t j = 0; j < keys_; ++j) {
             if (!visible[j]) continue;
             load(problem_.v, b_, sequence_->kv_row0 + j, g_, value);

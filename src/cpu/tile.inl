@@ -28,15 +28,12 @@ inline Source rows_of(const core::Tensor4& t, int64_t b, int64_t row0, int64_t h
 template <class T>
 struct ReadSame {
     static Vec<T> vector(const void* data, int64_t at) { return load(static_cast<const T*>(data) + at); }
-    static T scalar(const void* data, int64_t at) { return static_cast<const T*>(data)[at]; }
 };
 struct ReadHalf {
     static f32v vector(const void* data, int64_t at) { return load_half(static_cast<const uint16_t*>(data) + at); }
-    static float scalar(const void* data, int64_t at) { return core::half_to_float(static_cast<const uint16_t*>(data)[at]); }
 };
 struct ReadBfloat {
     static f32v vector(const void* data, int64_t at) { return load_bfloat(static_cast<const uint16_t*>(data) + at); }
-    static float scalar(const void* data, int64_t at) { return core::bfloat_to_float(static_cast<const uint16_t*>(data)[at]); }
 };
 
 // Calls f(reader) with the reader of a tensor's dtype; q, k, v, o of a T = double problem are float64, of a T = float
@@ -52,14 +49,22 @@ inline void with_reader(DType dtype, F&& f) {
     }
 }
 
+// The ends of rows and strided rows: element by element. Not inlined, for every reader would bring its own unrolled copy.
+template <class T>
+[[gnu::noinline]] Vec<T> read_slowly(const Source& s, int64_t at, int64_t count) {
+    T lane[kLanes<T>] = {};
+    for (int64_t n = 0; n < kLanes<T> && n < count; ++n) {
+        lane[n] = static_cast<T>(core::load_float(s.data, s.dtype, at + n * s.dim_stride));
+    }
+    return load(lane);
+}
+
 // Elements [d, d + kLanes) of row r; 0 from `dim` on.
 template <class T, class Reader>
 [[gnu::always_inline]] inline Vec<T> read(const Source& s, int64_t r, int64_t d, int64_t dim) {
     const int64_t at = s.origin + r * s.row_stride + d * s.dim_stride;
-    if (s.dim_stride == 1 && d + kLanes<T> <= dim) return Reader::vector(s.data, at);
-    T lane[kLanes<T>] = {};
-    for (int n = 0; n < kLanes<T> && d + n < dim; ++n) lane[n] = Reader::scalar(s.data, at + n * s.dim_stride);
-    return load(lane);
+    if (s.dim_stride == 1 && d + kLanes<T> <= dim) [[likely]] return Reader::vector(s.data, at);
+    return read_slowly<T>(s, at, dim - d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -315,32 +320,31 @@ inline T score_factor(const Call& call) {
 // Unit of x in natural logarithms: lse = unit * m + ln l.
 inline double score_unit(const Call& call) { return call.plain() ? call.problem->softmax_scale : 1.0; }
 
-// Maximum of x[begin, end), whole vectors; NaN does not count.
+// Maximum of x[begin, end), whole panels; NaN does not count.
 template <class T>
 inline T row_max(const T* x, int begin, int end) {
     constexpr int n = kLanes<T>;
-    Vec<T> a = splat(-kInf<T>), b = a;
-    int k = begin;
-    for (; k + 2 * n <= end; k += 2 * n) {
-        a = larger(load(x + k), a);
-        b = larger(load(x + k + n), b);
+    Vec<T> even = splat(-kInf<T>), odd = even;
+    for (int k = begin; k < end; k += 2 * n) {
+        even = larger(load(x + k), even);
+        odd = larger(load(x + k + n), odd);
     }
-    for (; k < end; k += n) a = larger(load(x + k), a);
-    return max_of<T>(larger(a, b));
+    return max_of<T>(larger(even, odd));
 }
 
-// x = 2^((x - shift) * factor) over [begin, end), whole vectors; returns the sum. Hidden keys (-inf) give exactly 0 as
-// long as shift is not -inf. The sum runs lane by lane in the order of k, so its bits do not depend on begin and end.
+// x = 2^((x - shift) * factor) over [begin, end), whole panels; returns the sum. Hidden keys (-inf) give exactly 0 as long
+// as shift is not -inf. Every place in a panel has its own sum in the order of k, so bits do not depend on begin and end.
 template <class T>
 inline T exp_row(T* x, int begin, int end, T shift, T factor) {
     constexpr int n = kLanes<T>;
-    Vec<T> sum = splat(T{0});
-    for (int k = begin; k < end; k += n) {
+    Vec<T> even = splat(T{0}), odd = even;
+    for (int k = begin; k < end; k += 2 * n) {
         const Vec<T> p = exp2<T>((load(x + k) - splat(shift)) * splat(factor));
-        store<T>(x + k, p);
-        sum += p;
+        const Vec<T> q = exp2<T>((load(x + k + n) - splat(shift)) * splat(factor));
+        store<T>(x + k, p), store<T>(x + k + n, q);
+        even += p, odd += q;
     }
-    return sum_of<T>(sum);
+    return sum_of<T>(even + odd);
 }
 
 // Dropout of a tile: 0 where (b, h, i, j) is dropped. The factor 1 / keep_prob is left to the caller.
