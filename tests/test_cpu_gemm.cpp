@@ -249,7 +249,7 @@ struct Trial {
         t.data = bytes.data();
         t.dtype = static_cast<int32_t>(c.dtype);
         t.rank = 4;
-        const int64_t shape[4] = {c.batch, rows, heads, dim}, stride[4] = {rows * heads * space * step, heads * space * step, space * step, step};
+        const int64_t shape[4] = {c.batch, rows, heads, dim}, stride[4] = {std::max<int64_t>(rows, 1) * heads * space * step, heads * space * step, space * step, step};
         std::copy_n(shape, 4, t.shape), std::copy_n(stride, 4, t.strides);
         size_t n = 0;
         for (int64_t b = 0; b < c.batch; ++b) {
@@ -298,7 +298,7 @@ struct Trial {
         lse32.assign(rows, 7), lse64.assign(rows, 7);
         args.lse.rank = 3, args.lse.dtype = c.dtype == DType::f64 ? TILEWISE_FLOAT64 : TILEWISE_FLOAT32;
         args.lse.data = c.dtype == DType::f64 ? static_cast<void*>(lse64.data()) : lse32.data();
-        const int64_t shape[3] = {c.batch, c.heads, c.seqlen_q}, stride[3] = {c.heads * c.seqlen_q, c.seqlen_q, 1};
+        const int64_t shape[3] = {c.batch, c.heads, c.seqlen_q}, stride[3] = {c.heads * c.seqlen_q, std::max<int64_t>(c.seqlen_q, 1), 1};
         std::copy_n(shape, 3, args.lse.shape), std::copy_n(stride, 3, args.lse.strides);
         const core::ForwardArgs forward = core::make_forward_args(problem, raw, args);
         const size_t bytes = cpu::kCpuTiled.workspace_bytes(problem, core::Pass::forward);

@@ -38,10 +38,15 @@ _DTYPE_NAMES: Final = "float64, float32, float16, bfloat16, int64, int32, int16,
 _torch_dtypes: dict[Any, int] = {}
 
 
+_tensor_type: type | tuple[()] = ()  # torch.Tensor once torch is there
+
+
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor, without importing torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+    global _tensor_type
+    if not _tensor_type:
+        _tensor_type = getattr(sys.modules.get("torch"), "Tensor", ())
+    return isinstance(value, _tensor_type)
 
 
 def torch_dtypes() -> dict[Any, int]:
@@ -176,7 +181,8 @@ def view(array: Array, name: str = "array") -> View:
     """(address, dtype number, shape, strides) of an array from `as_array`."""
     if type(array) is np.ndarray:
         size = array.itemsize
-        strides = tuple([stride // size for stride in array.strides])
+        # NumPy gives an empty array strides of 0, which would look like a broadcast.
+        strides = tuple([stride // size for stride in array.strides]) if array.size else (1,) * array.ndim
         return array.__array_interface__["data"][0], _NUMPY_DTYPES[array.dtype], array.shape, strides
     try:
         address = array.data_ptr()
@@ -255,6 +261,8 @@ def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
 def empty_in_order(like: Array, shape: tuple[int, ...]) -> Array:
     """New array of the kind, dtype and rank of `like`, with its axes in memory in the order of `like`'s."""
     numpy = isinstance(like, np.ndarray)
+    if like.flags.c_contiguous if numpy else like.is_contiguous():
+        return empty(like, shape)
     order = _order(tuple(like.shape), tuple(like.strides if numpy else like.stride()))
     array = empty(like, tuple([shape[axis] for axis in order]))
     if order == tuple(range(len(order))):

@@ -101,7 +101,7 @@ def _output_shapes(
     q, v = arrays[Q], arrays[V]
     assert q is not None and v is not None
     shape = tuple(q.shape)
-    o = shape[:-1] + tuple(v.shape[-1:])
+    o = (*shape[:-1], v.shape[-1] if v.ndim else 0) if shape else ()
     if arrays[CU_Q] is not None:
         return o, (shape[1], shape[0]) if len(shape) == 3 else None
     if len(shape) != 4:
@@ -279,7 +279,8 @@ def attention(
 
         return _torch.attention(q, k, v, options, return_lse, out)
     call = Call(q, k, v, *options)
-    o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, checked_out(out, "out", call))
+    out = checked_out(out, "out", call)
+    o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)
     return (o, lse) if return_lse else o
 
 

@@ -11,11 +11,11 @@ from . import _ext
 from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, view
 from ._attention import (
     Gradients,
-    checked_out,
     _gradients,
     _no_grad,
     _output_shapes,
     _wanted_places,
+    checked_out,
     rng_of,
     run_backward,
 )  # fmt: skip

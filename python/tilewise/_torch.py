@@ -1,7 +1,7 @@
 """torch's side: autograd, vmap, autocast. Imported only when a tensor arrives, so torch stays optional.
 
-Two Functions, both with tensors as inputs and outputs, so that torch's transforms compose with them: `_Forward`, whose
-backward is `_Backward`, which has none. The arrays of a call travel as one flat list in the places of `_problem`.
+A Function whose backward is a Function that has none, so that second derivatives are refused in words. The arrays of a
+call travel as one flat list in the places of `_problem`.
 """
 
 from __future__ import annotations
@@ -45,74 +45,138 @@ def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool
 
 def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
     call = Call(*autocast(q, k, v), *options)
-    out = checked_out(out, "out", call)
-    if needs_graph(call):
+    if out is not None:
+        out = checked_out(out, "out", call)
+    # Inside torch.func transforms (vmap, grad, jvp) a tensor may be a wrapper whose memory cannot be read here; with
+    # forward-mode AD it may carry a tangent that must not be lost in silence.
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if transformed or needs_graph(call):
         if out is not None:
             refuse("out", "a tensor, while an input requires grad", "None", "Copy the result, or use torch.no_grad().")
-        o, lse = _Forward.apply(call.settings, rng_of(call), *call.arrays)
+        function = _TransformedForward if transformed else _Forward
+        o, lse = function.apply(call.settings, rng_of(call), *call.arrays)
     else:
         o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)
     return (o, lse) if return_lse else o
 
 
 def needs_graph(call: Call) -> bool:
-    """Whether a gradient or a transform is waiting for the result."""
-    arrays = call.arrays
-    if torch.is_grad_enabled():
-        for place in _differentiable_places(call.settings, arrays):
-            array = arrays[place]
-            if isinstance(array, torch.Tensor) and array.requires_grad:
-                return True
-    # Inside torch.func transforms (vmap, grad, jvp) a tensor may be a wrapper whose memory cannot be read here; with
-    # forward-mode AD it may carry a tangent that must not be lost in silence.
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    """Whether a gradient is wanted."""
+    if not torch.is_grad_enabled():
+        return False
+    for place in _differentiable_places(call.settings, call.arrays):
+        array = call.arrays[place]
+        if isinstance(array, torch.Tensor) and array.requires_grad:
+            return True
+    return False
 
 
 def _differentiable_places(settings: Settings, arrays: Sequence[Array | None]) -> list[int]:
     places = [place for place in (Q, K, V, BIAS, SLOPES, SINKS) if arrays[place] is not None]
-    places.extend(place for place in range(ARRAYS + settings.first_mod_array, len(arrays)) if is_float(arrays[place]))
+    if settings.mod_names:
+        first = ARRAYS + settings.first_mod_array
+        places.extend([place for place in range(first, len(arrays)) if is_float(arrays[place])])
     return places
+
+
+def _forward(settings: Settings, rng: tuple[int, int], arrays: Sequence[Any]) -> tuple[Any, Any]:
+    o, lse = run_forward(settings, arrays, rng, True)
+    if lse is None:  # only for inputs of a wrong rank, which run_forward refuses
+        raise AssertionError("no lse")
+    return o, lse
+
+
+def _save(ctx: Any, settings: Settings, rng: tuple[int, int], arrays: Sequence[Any], output: tuple[Any, Any]) -> None:
+    ctx.settings, ctx.rng = settings, rng
+    # Tensors go through save_for_backward, even those without a gradient: it notices when one was changed in between,
+    # and lets hooks move them (offloading) or make them anew (checkpoints). The rest is kept as it is.
+    ctx.places = [place for place, array in enumerate(arrays) if isinstance(array, torch.Tensor)]
+    ctx.others = [None if isinstance(array, torch.Tensor) else array for array in arrays]
+    ctx.save_for_backward(*[arrays[place] for place in ctx.places], *output)
+    ctx.set_materialize_grads(False)
+
+
+def _pull_back(ctx: Any, do: Any, dlse: Any, gradients_of: Any) -> tuple[Any, ...]:
+    """What autograd wants of a backward pass: a gradient or None for every input of forward."""
+    *tensors, o, lse = ctx.saved_tensors
+    arrays = list(ctx.others)
+    for place, tensor in zip(ctx.places, tensors, strict=True):
+        arrays[place] = tensor
+    result: list[Any] = [None] * (2 + len(arrays))
+    places = _differentiable_places(ctx.settings, arrays)
+    wanted = tuple([place for place in places if ctx.needs_input_grad[2 + place]])
+    if wanted and (do is not None or dlse is not None):
+        if do is None:
+            do = o.new_zeros(()).expand(o.shape)
+        gradients = gradients_of(ctx.settings, ctx.rng, wanted, do, o, lse, dlse, *arrays)
+        for place, gradient in zip(wanted, gradients, strict=True):
+            result[2 + place] = gradient
+    return tuple(result)
+
+
+def _backward(
+    settings: Settings,
+    rng: tuple[int, int],
+    wanted: tuple[int, ...],
+    do: Any,
+    o: Any,
+    lse: Any,
+    dlse: Any,
+    *arrays: Any,
+) -> tuple[Any, ...]:
+    do = _readable(do, "do")
+    dlse = None if dlse is None else _readable(dlse, "dlse")
+    gradients = run_backward(settings, arrays, rng, do, o, lse, dlse, wanted)
+    return tuple([gradients[place] for place in wanted])
+
+
+def _readable(gradient: Any, name: str) -> Any:
+    # Lazy zeros of autograd have no memory to read.
+    return as_array(gradient.clone() if gradient._is_zerotensor() else gradient, name)
 
 
 class _Forward(torch.autograd.Function):
     """(settings, rng, *arrays) -> (o, lse)."""
 
     @staticmethod
-    def forward(settings: Settings, rng: tuple[int, int], *arrays: Any) -> tuple[Any, Any]:
-        o, lse = run_forward(settings, arrays, rng, True)
-        if lse is None:  # only for inputs of a wrong rank, which run_forward refuses
-            raise AssertionError("no lse")
-        return o, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-        settings, rng, *arrays = inputs
-        ctx.settings, ctx.rng = settings, rng
-        # Tensors go through save_for_backward, even those without a gradient: it notices when one was changed in
-        # between, and lets hooks move them (offloading) or make them anew (checkpoints). The rest is kept as it is.
-        tensors = [place for place, array in enumerate(arrays) if isinstance(array, torch.Tensor)]
-        ctx.places = tensors
-        ctx.others = [None if isinstance(array, torch.Tensor) else array for array in arrays]
-        ctx.save_for_backward(*[arrays[place] for place in tensors], *output)
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, settings: Settings, rng: tuple[int, int], *arrays: Any) -> tuple[Any, Any]:
+        output = _forward(settings, rng, arrays)
+        _save(ctx, settings, rng, arrays, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        *tensors, o, lse = ctx.saved_tensors
-        arrays = list(ctx.others)
-        for place, tensor in zip(ctx.places, tensors, strict=True):
-            arrays[place] = tensor
-        result: list[Any] = [None] * len(arrays)
-        wanted = tuple(
-            place for place in _differentiable_places(ctx.settings, arrays) if ctx.needs_input_grad[2 + place]
-        )
-        if wanted and (do is not None or dlse is not None):
-            if do is None:
-                do = o.new_zeros(()).expand(o.shape)
-            gradients = _Backward.apply(ctx.settings, ctx.rng, wanted, do, o, lse, dlse, *arrays)
-            for place, gradient in zip(wanted, gradients, strict=True):
-                result[place] = gradient
-        return (None, None, *result)
+        return _pull_back(ctx, do, dlse, _Backward.apply if torch.is_grad_enabled() else _backward)
+
+
+class _Backward(torch.autograd.Function):
+    """(settings, rng, wanted places, do, o, lse, dlse, *arrays) -> a gradient for each wanted place; has none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        return _backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(_SECOND_ORDER)
+
+
+# The same two for torch.func, whose transforms want the context set up apart and a rule for vmap. Apart, because
+# torch spends more time on such a Function than on attention of a short sequence.
+
+
+class _TransformedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(settings: Settings, rng: tuple[int, int], *arrays: Any) -> tuple[Any, Any]:
+        return _forward(settings, rng, arrays)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        _save(ctx, inputs[0], inputs[1], inputs[2:], output)
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        return _pull_back(ctx, do, dlse, _TransformedBackward.apply)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -120,36 +184,20 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: tuple[int, int], *arrays: Any) -> Any:
-        dims = in_dims[2:]
-        folded = _fold(info.batch_size, dims, settings, arrays)
+        apply = _TransformedForward.apply
+        size, dims = info.batch_size, in_dims[2:]
+        folded = _fold(size, dims, settings, arrays)
         if folded is not None:
-            o, lse = _Forward.apply(settings, rng, *folded)
-            unfold = [x.unflatten(0, (info.batch_size, x.shape[0] // info.batch_size)) for x in (o, lse)]
-            return (unfold[0], unfold[1]), (0, 0)
-        results = [_Forward.apply(settings, rng, *_select(arrays, dims, n)) for n in range(info.batch_size)]
+            o, lse = apply(settings, rng, *folded)
+            return tuple([x.unflatten(0, (size, x.shape[0] // size)) for x in (o, lse)]), (0, 0)
+        results = [apply(settings, rng, *_select(arrays, dims, n)) for n in range(size)]
         return (torch.stack([o for o, _ in results]), torch.stack([lse for _, lse in results])), (0, 0)
 
 
-class _Backward(torch.autograd.Function):
-    """(settings, rng, wanted places, do, o, lse, dlse, *arrays) -> a gradient for each wanted place."""
-
+class _TransformedBackward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        settings: Settings,
-        rng: tuple[int, int],
-        wanted: tuple[int, ...],
-        do: Any,
-        o: Any,
-        lse: Any,
-        dlse: Any,
-        *arrays: Any,
-    ) -> tuple[Any, ...]:
-        do = as_array(do, "do")
-        dlse = None if dlse is None else as_array(dlse, "dlse")
-        # Lazy zeros of autograd have no memory to read.
-        do, dlse = (x.clone() if x is not None and x._is_zerotensor() else x for x in (do, dlse))
-        gradients = run_backward(settings, arrays, rng, do, o, lse, dlse, wanted)
-        return tuple(gradients[place] for place in wanted)
+    def forward(*args: Any) -> tuple[Any, ...]:
+        return _backward(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -164,17 +212,13 @@ class _Backward(torch.autograd.Function):
         raise UnsupportedError(_SECOND_ORDER)
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[Any, ...],
-        settings: Settings,
-        rng: tuple[int, int],
-        wanted: tuple[int, ...],
-        *tensors: Any,
-    ) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: Any, wanted: Any, *tensors: Any) -> Any:
         dims = in_dims[3:]
-        results = [_Backward.apply(settings, rng, wanted, *_select(tensors, dims, n)) for n in range(info.batch_size)]
-        return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0,) * len(wanted)
+        results = [
+            _TransformedBackward.apply(settings, rng, wanted, *_select(tensors, dims, n))
+            for n in range(info.batch_size)
+        ]
+        return tuple([torch.stack(each) for each in zip(*results, strict=True)]), (0,) * len(wanted)
 
 
 def _select(arrays: Sequence[Any], dims: Sequence[int | None], n: int) -> list[Any]:

@@ -1,5 +1,5 @@
-// BoundMask: lengths, the problem's own band, the mask text and the score_mod taken together; and the descent that finds
-// the tiles which matter.
+// BoundMask: lengths, the problem's own band, the mask text and the score_mod taken together; and the descent that
+// finds the tiles which matter.
 #include "mask.hpp"
 
 #include <algorithm>
@@ -28,8 +28,8 @@ struct Answer {
 template <class Classify>
 class Descent {
 public:
-    // Tiles [first, last) of `size` along an axis of `length`; classify(Range) -> Answer takes non-empty ranges within the axis.
-    // If never_full, the other side of the rectangle reaches beyond the sequence.
+    // Tiles [first, last) of `size` along an axis of `length`; classify(Range) -> Answer takes non-empty ranges within
+    // the axis. If never_full, the other side of the rectangle reaches beyond the sequence.
     Descent(int64_t size, int64_t length, bool never_full, const Classify& classify, std::vector<Tile>& out)
         : size_(size), length_(length), never_full_(never_full), classify_(classify), out_(out) {}
     ~Descent() { rectangles_looked_at += looked_at_; }
@@ -68,7 +68,7 @@ int64_t mask_rectangles_looked_at() { return rectangles_looked_at; }
 struct BoundMask::Impl {
     const Problem& problem;
     ArraySummaries summaries;
-    AllOf mask;                           // the call's own band and the text
+    AllOf mask;                            // the call's own band and the text
     std::unique_ptr<BoundKind> score_mod;  // null: hides no tile
 
     explicit Impl(const Problem& p) : problem(p), summaries(p) {
@@ -81,8 +81,8 @@ struct BoundMask::Impl {
 
     [[nodiscard]] Place place(int64_t b, int64_t h) const { return {b, h, problem.sequences[static_cast<size_t>(b)]}; }
 
-    // Within the lengths. A score_mod either hides all of a rectangle or does not change its class, but it may still hide
-    // all of a smaller one inside.
+    // Within the lengths. A score_mod either hides all of a rectangle or does not change its class, but it may still
+    // hide all of a smaller one inside.
     [[nodiscard]] Answer classify(const Place& at, Range i, Range j) const {
         const TileClass c = mask.classify(at, i, j);
         if (c == TileClass::skip || !score_mod) return {c, true};

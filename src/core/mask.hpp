@@ -25,9 +25,9 @@ std::string canonical_mask(std::string_view text, const Problem& problem);
 // Rectangles that kv_tiles and q_tiles have looked at in this thread so far: the work that a mask costs.
 int64_t mask_rectangles_looked_at();
 
-// The whole visibility of a problem: causal, window, chunk, sequence lengths, AND the mask text, AND a score_mod that is
-// -inf over a whole tile. Building it makes the summaries (O(size of the mask arrays)); afterwards it is read-only and
-// safe to use from many threads.
+// The whole visibility of a problem: causal, window, chunk, sequence lengths, AND the mask text, AND a score_mod that
+// is -inf over a whole tile. Building it makes the summaries (O(size of the mask arrays)); afterwards it is read-only
+// and safe to use from many threads.
 class BoundMask {
 public:
     explicit BoundMask(const Problem& problem);  // keeps a reference to the problem
@@ -35,8 +35,9 @@ public:
     BoundMask(const BoundMask&) = delete;
     BoundMask& operator=(const BoundMask&) = delete;
 
-    // Class of the rectangle: queries i, keys j of sequence b, query head h. Rows and keys beyond the sequence's lengths
-    // are not visible (so a rectangle that reaches past kv_len or q_len is never full). Empty rectangles are skipped.
+    // Class of the rectangle: queries i, keys j of sequence b, query head h. Rows and keys beyond the sequence's
+    // lengths are not visible (so a rectangle that reaches past kv_len or q_len is never full). Empty rectangles are
+    // skipped.
     [[nodiscard]] TileClass classify(int64_t b, int64_t h, Range i, Range j) const;
 
     // Appends the tiles that are not skipped, in ascending order. Work is proportional to what is visible (times a

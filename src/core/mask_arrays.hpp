@@ -1,4 +1,5 @@
-// How mask arrays are addressed: broadcast axes, packed tokens, one number per head. Shared by the kinds backed by arrays.
+// How mask arrays are addressed: broadcast axes, packed tokens, one number per head. Shared by the kinds backed by
+// arrays.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +17,8 @@ inline constexpr int64_t kMaxScan = kExactEdge * kExactEdge;  // entries read to
 // Class of two disjoint parts taken together.
 inline TileClass join(TileClass a, TileClass b) { return a == b ? a : TileClass::partial; }
 
-// Where the entries of one (batch, head) lie in an array. Its leading axes are batch, heads, both or none; one of extent 1
-// is broadcast.
+// Where the entries of one (batch, head) lie in an array. Its leading axes are batch, heads, both or none; one of
+// extent 1 is broadcast.
 struct Planes {
     int64_t batch = 1, heads = 1, batch_stride = 0, head_stride = 0;
     int64_t queries_per_head = 1;  // query heads that share an entry of the heads axis
@@ -84,7 +85,8 @@ public:
         for (int64_t plane = 0; plane < planes_.count(); ++plane) {
             const int64_t start = planes_.offset(plane) + (component < 0 ? 0 : component * a.stride[axis + 1]);
             T* const row_values = values_.data() + plane * tokens_;
-            for_each_integer(a, start, a.stride[axis], tokens_, [&](int64_t t, int64_t value) { row_values[t] = convert(value); });
+            for_each_integer(a, start, a.stride[axis], tokens_,
+                             [&](int64_t t, int64_t value) { row_values[t] = convert(value); });
         }
     }
 

@@ -87,9 +87,11 @@ public:
         rows_ = map.shape[axis], columns_ = map.shape[axis + 1];
         for (const Sequence& s : p.sequences) {
             if (ceil_div(s.q_len, bq) > rows_ || ceil_div(s.kv_len, bkv) > columns_) {
-                refuse("mask blocks: map", describe(map) + " for a sequence of " + std::to_string(s.q_len) + " queries and " +
-                       std::to_string(s.kv_len) + " keys", "at least [ceil(q / bq), ceil(kv / bkv)] = [" +
-                       std::to_string(ceil_div(s.q_len, bq)) + ", " + std::to_string(ceil_div(s.kv_len, bkv)) + "]");
+                refuse("mask blocks: map",
+                       describe(map) + " for a sequence of " + std::to_string(s.q_len) + " queries and " +
+                           std::to_string(s.kv_len) + " keys",
+                       "at least [ceil(q / bq), ceil(kv / bkv)] = [" + std::to_string(ceil_div(s.q_len, bq)) + ", " +
+                           std::to_string(ceil_div(s.kv_len, bkv)) + "]");
             }
         }
         map_.resize(static_cast<size_t>(planes_.count() * rows_ * columns_));
@@ -183,6 +185,8 @@ std::unique_ptr<BoundKind> make_tree(const Problem& p, const Array& bits, const 
 std::unique_ptr<BoundKind> make_blocks(const Problem& p, const Array& map, int64_t bq, int64_t bkv) {
     return std::make_unique<Blocks>(p, map, bq, bkv);
 }
-std::unique_ptr<BoundKind> make_dense(const Problem& p, const Array& array) { return std::make_unique<Dense>(p, array); }
+std::unique_ptr<BoundKind> make_dense(const Problem& p, const Array& array) {
+    return std::make_unique<Dense>(p, array);
+}
 
 }  // namespace tilewise::core

@@ -1,5 +1,5 @@
-// Bands, expressions, the three ways to join masks, and the way from the tree of the text to all of them. The kinds backed
-// by arrays are in mask_tokens.cpp and mask_grids.cpp.
+// Bands, expressions, the three ways to join masks, and the way from the tree of the text to all of them. The kinds
+// backed by arrays are in mask_tokens.cpp and mask_grids.cpp.
 #include "mask_kinds.hpp"
 
 #include <algorithm>
@@ -37,7 +37,8 @@ private:
 // Expressions
 
 ExprContext context_of(const Problem& p, const Place& place) {
-    return {place.b, place.h, place.h / p.group(), place.seq.q_len, place.seq.kv_len, place.seq.q_offset, p.arrays, p.scalars};
+    return {place.b,  place.h,  place.h / p.group(), place.seq.q_len, place.seq.kv_len, place.seq.q_offset,
+            p.arrays, p.scalars};
 }
 
 bool uses_head(const Expr& expr) { return expr.uses(Variable::h) || expr.uses(Variable::head_kv); }
@@ -156,7 +157,9 @@ private:
 
 class Negation final : public BoundKind {
 public:
-    explicit Negation(std::unique_ptr<BoundKind> part) : part_(std::move(part)) { varies_by_head = part_->varies_by_head; }
+    explicit Negation(std::unique_ptr<BoundKind> part) : part_(std::move(part)) {
+        varies_by_head = part_->varies_by_head;
+    }
     TileClass classify(const Place& place, Range i, Range j) const override {
         const TileClass c = part_->classify(place, i, j);
         return c == TileClass::skip ? TileClass::full : c == TileClass::full ? TileClass::skip : c;
@@ -173,7 +176,8 @@ private:
 const Array& array_of(const MaskNode& node, size_t n, const Problem& p) {
     const Array& a = p.arrays[static_cast<size_t>(node.array[n])];
     if (a.data == nullptr && a.size() > 0) {
-        refuse("mask: @" + std::to_string(node.array[n]), "a null pointer", "a pointer to the elements of " + describe(a));
+        refuse("mask: @" + std::to_string(node.array[n]), "a null pointer",
+               "a pointer to the elements of " + describe(a));
     }
     return a;
 }
@@ -278,7 +282,8 @@ void ArraySummaries::need(const Expr& expr) {
         const size_t n = static_cast<size_t>(k);
         const Array& a = problem_.arrays[n];
         if (a.data == nullptr && a.size() > 0) {
-            refuse("mask mod, score_mod: @" + std::to_string(k), "a null pointer", "a pointer to the elements of " + describe(a));
+            refuse("mask mod, score_mod: @" + std::to_string(k), "a null pointer",
+                   "a pointer to the elements of " + describe(a));
         }
         if (!summaries_[n]) summaries_[n] = ArraySummary(a);
     }

@@ -1,5 +1,5 @@
-// The kinds of masks, bound to the arrays of a problem. Each answers two questions about one (batch, head): the class of
-// a rectangle, and which keys of a row are visible. Composition and descent are in mask.cpp; what a kind means is in
+// The kinds of masks, bound to the arrays of a problem. Each answers two questions about one (batch, head): the class
+// of a rectangle, and which keys of a row are visible. Composition and descent are in mask.cpp; what a kind means is in
 // docs/masks.md.
 #pragma once
 
@@ -102,8 +102,8 @@ std::unique_ptr<BoundKind> make_dense(const Problem& p, const Array& array);
 // Adds the mask `node` to `into`. The problem and the summaries must outlive it.
 void bind_mask(const MaskNode& node, const Problem& problem, ArraySummaries& summaries, AllOf& into);
 
-// skip: the problem's score_mod is -inf on the whole rectangle, whatever the scores; full: on no part of it; partial: who
-// knows. (Keys hidden one by one are the kernels' business.) Null if the score_mod cannot hide a tile.
+// skip: the problem's score_mod is -inf on the whole rectangle, whatever the scores; full: on no part of it; partial:
+// who knows. (Keys hidden one by one are the kernels' business.) Null if the score_mod cannot hide a tile.
 std::unique_ptr<BoundKind> bind_score_mod(const Problem& problem, ArraySummaries& summaries);
 
 }  // namespace tilewise::core

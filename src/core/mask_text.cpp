@@ -1,4 +1,5 @@
-// Parsing, checking and printing of mask text. Every refusal says which kind, what was seen, what is allowed, what to do.
+// Parsing, checking and printing of mask text. Every refusal says which kind, what was seen, what is allowed, what to
+// do.
 #include "mask_text.hpp"
 
 #include <algorithm>
@@ -69,7 +70,8 @@ private:
         skip_space();
         const size_t start = at_;
         const std::string_view word = identifier();
-        const auto kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const KindInfo& k) { return k.name == word; });
+        const auto kind =
+            std::find_if(std::begin(kKinds), std::end(kKinds), [&](const KindInfo& k) { return k.name == word; });
         if (word.empty() || kind == std::end(kKinds)) {
             at_ = start;
             std::string names;
@@ -97,9 +99,7 @@ private:
                 case 'c': node.causal = causal_or_full(); break;
                 case 'e': node.expr = expression(); break;
                 case 'm': node.parts.push_back(mask(depth + 1)); break;
-                default:
-                    do {
-                        node.parts.push_back(mask(depth + 1));
+                default: do { node.parts.push_back(mask(depth + 1));
                     } while (accept(','));
             }
         }
@@ -143,7 +143,8 @@ private:
         if (k >= static_cast<int>(problem_.arrays.size())) {
             at_ = start - 1;
             fail("@" + std::to_string(k) + " with " + std::to_string(problem_.arrays.size()) + " arrays",
-                 problem_.arrays.empty() ? "no array, since none was given" : "@0 to @" + std::to_string(problem_.arrays.size() - 1),
+                 problem_.arrays.empty() ? "no array, since none was given"
+                                         : "@0 to @" + std::to_string(problem_.arrays.size() - 1),
                  "Give the array in `arrays`.");
         }
         return k;
@@ -289,7 +290,8 @@ public:
     void array(size_t n, const char* argument, Elements elements, const std::vector<Shape>& shapes) const {
         const Array& a = problem_.arrays[static_cast<size_t>(node_.array[n])];
         const auto fail = [&](const std::string& allowed, const char* advice) {
-            refuse("mask " + std::string(info(node_.op).name) + ": " + argument + " (@" + std::to_string(node_.array[n]) + ")",
+            refuse("mask " + std::string(info(node_.op).name) + ": " + argument + " (@" +
+                       std::to_string(node_.array[n]) + ")",
                    describe(a), allowed, advice);
         };
         switch (elements) {
@@ -297,14 +299,17 @@ public:
                 if (!is_integer(a.dtype)) fail("a bool or integer array", "Convert it to bool first.");
                 break;
             case Elements::integer:
-                if (!is_integer(a.dtype) || a.dtype == DType::boolean) fail("an integer array", "Convert it to int32 first.");
+                if (!is_integer(a.dtype) || a.dtype == DType::boolean)
+                    fail("an integer array", "Convert it to int32 first.");
                 break;
             case Elements::int32:
-                if (a.dtype != DType::i32 && a.dtype != DType::i64) fail("an int32 (or int64) array", "Convert it to int32 first.");
+                if (a.dtype != DType::i32 && a.dtype != DType::i64)
+                    fail("an int32 (or int64) array", "Convert it to int32 first.");
                 break;
             case Elements::words:
                 if (a.dtype != DType::u32 && a.dtype != DType::i32) {
-                    fail("a uint32 or int32 array of 32 bits per word", "Pack the bits first, the lowest bit of a word is its first key.");
+                    fail("a uint32 or int32 array of 32 bits per word",
+                         "Pack the bits first, the lowest bit of a word is its first key.");
                 }
                 break;
         }
@@ -370,10 +375,11 @@ void Checker::check() const {
         case MaskOp::intervals: {
             // FlashMask's table: with the causal part one or two bounds, without it two or four.
             const Axis bounds = node_.causal ? Axis{"bounds", {1, 2}} : Axis{"bounds", {2, 4}};
-            const std::vector<Shape> shapes = p.packed_kv
-                                                  ? std::vector<Shape>{{kv_axis(p), bounds}, {heads, kv_axis(p), bounds}}
-                                                  : std::vector<Shape>{{batch, heads, kv_axis(p), bounds}};
-            array(0, node_.causal ? "startend_row_indices, causal" : "startend_row_indices, full", Elements::int32, shapes);
+            const std::vector<Shape> shapes =
+                p.packed_kv ? std::vector<Shape>{{kv_axis(p), bounds}, {heads, kv_axis(p), bounds}}
+                            : std::vector<Shape>{{batch, heads, kv_axis(p), bounds}};
+            array(0, node_.causal ? "startend_row_indices, causal" : "startend_row_indices, full", Elements::int32,
+                  shapes);
             break;
         }
         case MaskOp::row_intervals:
@@ -391,7 +397,9 @@ void Checker::check() const {
             const Axis word_axis{"words", {words}, true};
             array(0, "bits", Elements::words,
                   p.packed_q ? std::vector<Shape>{{q_axis(p), word_axis}, {heads, q_axis(p), word_axis}}
-                             : std::vector<Shape>{{q_axis(p), word_axis}, {batch, q_axis(p), word_axis}, {batch, heads, q_axis(p), word_axis}});
+                             : std::vector<Shape>{{q_axis(p), word_axis},
+                                                  {batch, q_axis(p), word_axis},
+                                                  {batch, heads, q_axis(p), word_axis}});
             break;
         }
         case MaskOp::blocks: {
@@ -412,7 +420,8 @@ void Checker::check() const {
             // Every axis may be 1, and leading axes may be missing, as in NumPy.
             for (size_t n = 0; n < 4; ++n) {
                 const int64_t axis = static_cast<int64_t>(n) - (4 - a.rank);
-                if (axis >= 0 && axis < a.rank && a.shape[static_cast<size_t>(axis)] == 1) shape[n].at_least = false, shape[n].extents.push_back(1);
+                if (axis >= 0 && axis < a.rank && a.shape[static_cast<size_t>(axis)] == 1)
+                    shape[n].at_least = false, shape[n].extents.push_back(1);
             }
             if (a.rank <= 4) shape.erase(shape.begin(), shape.begin() + (4 - a.rank));
             array(0, "array", Elements::truth, {shape});

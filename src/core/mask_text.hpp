@@ -20,9 +20,21 @@
 namespace tilewise::core {
 
 enum class MaskOp : uint8_t {
-    all_of, any_of, negate,
-    causal, window, chunk,
-    key_padding, documents, prefix, intervals, row_intervals, tree, blocks, dense, mod,
+    all_of,
+    any_of,
+    negate,
+    causal,
+    window,
+    chunk,
+    key_padding,
+    documents,
+    prefix,
+    intervals,
+    row_intervals,
+    tree,
+    blocks,
+    dense,
+    mod,
 };
 
 inline constexpr size_t kMaxMaskBytes = size_t{1} << 18;  // of text
@@ -31,11 +43,11 @@ inline constexpr int kMaxMaskDepth = 32;
 
 struct MaskNode {
     MaskOp op = MaskOp::causal;
-    std::vector<MaskNode> parts;        // all_of and any_of: at least two, none of the same op; negate: one
-    std::array<int, 2> array{-1, -1};   // numbers of the arrays, in the order of the text
-    std::array<int64_t, 2> number{};    // the integers, in the order of the text
-    bool causal = false;                // intervals
-    Expr expr;                          // mod
+    std::vector<MaskNode> parts;       // all_of and any_of: at least two, none of the same op; negate: one
+    std::array<int, 2> array{-1, -1};  // numbers of the arrays, in the order of the text
+    std::array<int64_t, 2> number{};   // the integers, in the order of the text
+    bool causal = false;               // intervals
+    Expr expr;                         // mod
 };
 
 // Both throw Error on anything that is not a mask of this problem; only shapes and dtypes of the arrays are looked at.

@@ -17,7 +17,8 @@ constexpr int32_t kNoRow = std::numeric_limits<int32_t>::max();
 class KeyPadding final : public BoundKind {
 public:
     KeyPadding(const Problem& p, const Array& keep)
-        : origin_(p), keep_(p, keep, p.packed_kv, [](int64_t x) { return static_cast<uint8_t>(x != 0); }),
+        : origin_(p),
+          keep_(p, keep, p.packed_kv, [](int64_t x) { return static_cast<uint8_t>(x != 0); }),
           tokens_(keep.shape[static_cast<size_t>(keep.rank - 1)]),
           counts_(keep_.planes().count(), 1, tokens_, kSummaryBlock, Count{this}) {
         varies_by_head = keep_.planes().heads > 1;
@@ -76,7 +77,8 @@ public:
         const Ids q = q_.query(qr), k = kv_.query(kr);
         if (q.high < 0 || k.high < 0) return TileClass::skip;  // padding only
         if (q.low > static_cast<uint32_t>(k.high) || k.low > static_cast<uint32_t>(q.high)) return TileClass::skip;
-        const bool one = !q.padding && !k.padding && q.low == static_cast<uint32_t>(q.high) && k.low == static_cast<uint32_t>(k.high);
+        const bool one = !q.padding && !k.padding && q.low == static_cast<uint32_t>(q.high) &&
+                         k.low == static_cast<uint32_t>(k.high);
         if (one) return TileClass::full;  // the ranges overlap, so it is the same id
         if (i.size() > kExactEdge || j.size() > kExactEdge) return TileClass::partial;
         // Ids out of order, or gaps between them: do the two sets meet?
@@ -179,12 +181,16 @@ public:
         const int64_t c = bounds.shape[static_cast<size_t>(bounds.rank - 1)];
         // Rows are below 2^31 here, so bounds of int64 lose nothing by being clamped to int32.
         const auto component = [&](int64_t n) {
-            return PerToken<int32_t>(p, bounds, p.packed_kv, [](int64_t x) {
-                return static_cast<int32_t>(std::clamp<int64_t>(x, std::numeric_limits<int32_t>::min(), kNoRow));
-            }, n);
+            return PerToken<int32_t>(
+                p, bounds, p.packed_kv,
+                [](int64_t x) {
+                    return static_cast<int32_t>(std::clamp<int64_t>(x, std::numeric_limits<int32_t>::min(), kNoRow));
+                },
+                n);
         };
         for (const Sequence& s : p.sequences) {
-            if (s.q_len >= kNoRow) refuse("mask intervals", std::to_string(s.q_len) + " queries in a sequence", "fewer than 2^31 - 1");
+            if (s.q_len >= kNoRow)
+                refuse("mask intervals", std::to_string(s.q_len) + " queries in a sequence", "fewer than 2^31 - 1");
         }
         s1_ = component(0);
         e1_ = c == 1 || (c == 2 && !causal) ? constant(kNoRow) : component(1);
@@ -205,7 +211,8 @@ public:
         const Bounds all = tree_.query(columns.begin, columns.end, Scan{this});
         const bool clear = all.first.clear(i) && (!two_ || all.second.clear(i));
         if (clear) return diagonal;
-        if (all.first.covers(i) || (two_ && (all.second.covers(i) || all.first.covers_with(all.second, i) || all.second.covers_with(all.first, i)))) {
+        if (all.first.covers(i) || (two_ && (all.second.covers(i) || all.first.covers_with(all.second, i) ||
+                                             all.second.covers_with(all.first, i)))) {
             return TileClass::skip;
         }
         if (j.size() > kExactEdge) return TileClass::partial;
@@ -300,7 +307,8 @@ private:
 class RowIntervals final : public BoundKind {
 public:
     RowIntervals(const Problem& p, const Array& start, const Array& end)
-        : origin_(p), start_(p, start, p.packed_q, [](int64_t x) { return x; }),
+        : origin_(p),
+          start_(p, start, p.packed_q, [](int64_t x) { return x; }),
           end_(p, end, p.packed_q, [](int64_t x) { return x; }) {
         // Planes of the two may differ (one broadcast, one not), so each has its own tree and neither is rewritten.
         start_tree_ = BlockTree<Extremes>(start_.size(), Scan{&start_});

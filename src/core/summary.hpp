@@ -68,7 +68,10 @@ public:
 
     template <class Count>
     BlockCounts(int64_t planes, int64_t rows, int64_t columns, int64_t block, const Count& count)
-        : rows_(rows), columns_(columns), block_(block), row_blocks_(ceil_div(rows, block)),
+        : rows_(rows),
+          columns_(columns),
+          block_(block),
+          row_blocks_(ceil_div(rows, block)),
           column_blocks_(ceil_div(columns, block)) {
         sums_.resize(static_cast<size_t>(planes * (row_blocks_ + 1) * (column_blocks_ + 1)));
         for (int64_t plane = 0; plane < planes; ++plane) {
@@ -104,7 +107,8 @@ public:
 
         // The last block is whole if the rectangle reaches the end of the plane.
         const Range inner_r{ceil_div(row.begin, block_), row.end == rows_ ? row_blocks_ : row.end / block_};
-        const Range inner_c{ceil_div(column.begin, block_), column.end == columns_ ? column_blocks_ : column.end / block_};
+        const Range inner_c{ceil_div(column.begin, block_),
+                            column.end == columns_ ? column_blocks_ : column.end / block_};
         bool seen_set = false, seen_clear = false;
         const bool has_inner = !inner_r.empty() && !inner_c.empty();
         if (has_inner) {

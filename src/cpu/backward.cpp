@@ -16,7 +16,7 @@
 // Workspace, in closed form, all terms linear in lengths; rows = batch * seqlen_q or total_q, t = sizeof T (4; fp64: 8):
 //   delta      num_heads_q * rows * t
 //   dq sums    groups * num_heads_q * rows * padded(head_dim_qk) * t, and a byte per kTileM rows
-//   whole      a byte per kTileM rows and head
+//   refined    as delta                                                                 with sinks
 //   slopes     groups * batch * num_heads_q * 8                                         with alibi_slopes
 //   arrays     chunks * elements of captured float arrays * 8, chunks <= kMaxChunks      with score_mod
 //   scratch    threads * BackwardScratch
@@ -43,13 +43,6 @@ std::span<const Tile> query_tiles(const Call& call, int64_t b, int64_t h, Range 
     tiles[list].clear();
     call.mask->q_tiles(b, h, keys, kTileM, tiles[list]);
     return tiles[list];
-}
-
-int64_t num_key_tiles(const Call& call, const RowBlock& block) {
-    thread_local std::vector<Tile> tiles;
-    tiles.clear();
-    call.mask->kv_tiles(block.b, block.h0, {block.i0, block.i0 + block.queries}, kTileN, tiles);
-    return static_cast<int64_t>(tiles.size());
 }
 
 namespace {
@@ -89,7 +82,7 @@ template <class T>
 struct Layout {
     int64_t groups, rows, blocks, chunks;
     int bundle;
-    int64_t delta, dq, touched, whole, slopes, arrays, scratch;  // bytes
+    int64_t delta, dq, touched, refined, slopes, arrays, scratch;  // bytes
 
     Layout(const Problem& p, const Programs& programs, int64_t threads) {
         constexpr int64_t t = sizeof(T);
@@ -104,14 +97,14 @@ struct Layout {
         delta = round_up(p.num_heads_q * rows * t, 64);
         dq = groups * sums;
         touched = round_up(groups * p.num_heads_q * blocks, 64);
-        whole = round_up(p.num_heads_q * blocks, 64);
+        refined = p.sinks ? delta : 0;
         slopes = p.alibi_slopes ? round_up(groups * p.batch * p.num_heads_q * 8, 64) : 0;
         const int64_t elements = round_up(array_elements(p) * 8, 64);
         chunks = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(elements, 1), 1, kMaxChunks);
         arrays = chunks * elements;
         scratch = threads * BackwardScratch<T>::carve(p, programs.mod(), programs.derivative(), bundle, nullptr, nullptr);
     }
-    [[nodiscard]] int64_t total() const { return delta + dq + touched + whole + slopes + arrays + scratch; }
+    [[nodiscard]] int64_t total() const { return delta + dq + touched + refined + slopes + arrays + scratch; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +165,7 @@ void sink_gradients(const BackwardCall& w) {
         double sum = 0;
         for (int64_t b = 0; b < p.batch && sink != -core::kInfinity; ++b) {
             const Sequence& s = w.sequence(b);
-            const T* const delta = w.delta_of<T>(b, h, 0);
+            const T* const delta = w.refined_of<T>(b, h, 0);
             for (int64_t i = 0; i < s.q_len; ++i) {
                 const T lse = static_cast<const T*>(w.args->lse.data)[w.args->lse.offset(b, h, s.q_row0 + i)];
                 // Of an empty row lse is the sink, rounded: p_sink is 1.
@@ -292,7 +285,7 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     w.delta = take(layout.delta);
     w.dq = take(layout.dq);
     w.touched = reinterpret_cast<uint8_t*>(take(layout.touched));
-    w.whole = reinterpret_cast<uint8_t*>(take(layout.whole));
+    w.refined = take(layout.refined);
     double* const slopes = reinterpret_cast<double*>(take(layout.slopes));
     double* const arrays = reinterpret_cast<double*>(take(layout.arrays));
     std::byte* const scratch = next;

@@ -1,6 +1,6 @@
 // The backward pass of one group of key blocks (FlashAttention-2): P is recomputed tile by tile from lse, never stored.
 //
-//   D_i  = sum_d o_id do_id                             once per row; delta = D - dlse (or D = sum_j P dP: below)
+//   D_i  = sum_d o_id do_id                             once per row; delta = D - dlse
 //   S    = Q K^T, options, mask                         (tile.inl, as in forward)
 //   P    = exp(S - lse)        P' = keep P / keep_prob
 //   dP   = dO V^T              dS = P (keep dP / keep_prob - delta), chained back through score_mod and softcap
@@ -32,8 +32,6 @@ using core::TileClass;
 // ---------------------------------------------------------------------------------------------------------------------
 // D - dlse
 
-// For rows that see keys of one tile only this is preliminary: soften_whole_row does without o. (Their P may be nearly
-// one-hot, dP - D then cancels, and the rounding of o would be all that is left.)
 template <class T>
 void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory) {
     const core::Problem& p = *w.problem;
@@ -53,7 +51,6 @@ void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory
     }
     const T* const lse = static_cast<const T*>(args.lse.data);
     T* const delta = w.delta_of<T>(block.b, block.h0, block.i0);
-    *w.whole_of(block.b, block.h0, block.i0) = num_key_tiles(w, block) <= 1;
     for (int r = 0; r < block.queries; ++r) {
         const T row_lse = lse[args.lse.offset(block.b, block.h0, row0 + r)];
         T dlse = 0;
@@ -67,6 +64,7 @@ void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory
             empty = false;
         }
         delta[r] = empty ? T{0} : sums[r] - dlse;
+        if (p.sinks) w.refined_of<T>(block.b, block.h0, block.i0)[r] = delta[r];
     }
 }
 
@@ -106,42 +104,55 @@ struct GradientTile {
     bool note_seen;  // fill `seen` even if nothing here needs it
 };
 
-// s = scores, ds = dP: s becomes P and ds becomes P (dP - delta); hidden keys (-inf) get 0 in both.
+// What a row brings along.
 template <class T>
-inline void soften_row(T* s, T* ds, int begin, int end, T scale, T lse, T delta) {
+struct RowSums {
+    T lse, dlse;
+    T delta;     // D - dlse, D from o and do
+    T p_sink;    // exp(sink - lse); 0 without a sink
+    T* refined;  // where a delta goes that is better than the one above; null: nowhere
+};
+
+// s = scores, ds = dP: s becomes P and ds becomes P (dP - delta); hidden keys (-inf) get 0 in both.
+//
+// If the row's whole probability lies in this tile, up to the rounding of lse, then D = sum of P dP is known here, with P
+// normalised, and neither the rounding of o nor that of lse is in it. Such a row may be nearly one-hot: dP - D cancels
+// then, and those roundings would be all that is left. (With lse and o merged from other sets of keys, as in ring
+// attention, the test fails and D comes from o.)
+template <class T>
+inline void soften_row(T* s, T* ds, int begin, int end, T scale, const RowSums<T>& row) {
+    constexpr T kEpsilon = sizeof(T) == 4 ? T{0x1p-23} : T{0x1p-52};
     const Vec<T> log2e = splat(static_cast<T>(kLog2E));
+    Vec<T> sums = splat(T{0});
     for (int k = begin; k < end; k += kLanes<T>) {
         const Vec<T> x = load(s + k);
         const auto hidden = x == splat(-kInf<T>);
         // The scale is folded in with one rounding: x * scale and lse are large and nearly equal.
-        const Vec<T> p = exp2<T>(fma(x, splat(scale), splat(-lse)) * log2e);
-        const Vec<T> d = p * (load(ds + k) - splat(delta));
-        store<T>(s + k, hidden ? splat(T{0}) : p);
-        store<T>(ds + k, hidden ? splat(T{0}) : d);
+        const Vec<T> p = exp2<T>(fma(x, splat(scale), splat(-row.lse)) * log2e);
+        sums += hidden ? splat(T{0}) : p;
+        store<T>(s + k, hidden ? splat(T{-1}) : p);  // no probability is negative
     }
-}
-
-// The same for a row that sees no key outside these columns, so that its D = sum of P dP is known here; no rounding of o
-// is in it. Returns delta.
-template <class T>
-inline T soften_whole_row(T* s, T* ds, int begin, int end, T scale, T lse, T dlse) {
-    const Vec<T> log2e = splat(static_cast<T>(kLog2E));
-    Vec<T> sum = splat(T{0});
-    for (int k = begin; k < end; k += kLanes<T>) {
-        const Vec<T> x = load(s + k);
-        const auto hidden = x == splat(-kInf<T>);
-        const Vec<T> p = exp2<T>(fma(x, splat(scale), splat(-lse)) * log2e);
-        sum += hidden ? splat(T{0}) : p * load(ds + k);
-        store<T>(s + k, hidden ? splat(T{-1}) : p);
+    const T sum = sum_of<T>(sums), missing = T{1} - row.p_sink - sum;
+    const T tolerance = 16 * kEpsilon * (row.lse > 1 ? row.lse : row.lse < -1 ? -row.lse : T{1});
+    T delta = row.delta;
+    if (missing >= -tolerance && missing <= tolerance) {
+        sums = splat(T{0});
+        for (int k = begin; k < end; k += kLanes<T>) {
+            const Vec<T> p = load(s + k);
+            const auto hidden = p < splat(T{0});
+            const Vec<T> exact = p / splat(sum) * splat(T{1} - row.p_sink);
+            sums += hidden ? splat(T{0}) : exact * load(ds + k);
+            store<T>(s + k, hidden ? p : exact);
+        }
+        delta = sum_of<T>(sums) - row.dlse;
+        if (row.refined) *row.refined = delta;
     }
-    const T delta = sum_of<T>(sum) - dlse;
     for (int k = begin; k < end; k += kLanes<T>) {
         const Vec<T> p = load(s + k), d = p * (load(ds + k) - splat(delta));
         const auto hidden = p < splat(T{0});
         store<T>(s + k, hidden ? splat(T{0}) : p);
         store<T>(ds + k, hidden ? splat(T{0}) : d);
     }
-    return delta;
 }
 
 template <class T>
@@ -194,22 +205,6 @@ void write_bias(const BackwardCall& w, const GradientTile<T>& t, int r, int lo, 
     }
 }
 
-// What a row brings along from elsewhere.
-template <class T>
-struct RowSums {
-    T lse;
-    T dlse;
-    T* delta;    // D - dlse
-    bool whole;  // sees no key outside this tile: delta is made here
-};
-
-template <class T>
-inline void soften(const BackwardCall& w, const Extent& e, T* s, T* ds, const RowSums<T>& row) {
-    const T scale = static_cast<T>(score_unit(w));
-    if (row.whole && w.want_scores) *row.delta = soften_whole_row(s, ds, e.begin, e.end, scale, row.lse, row.dlse);
-    else soften_row(s, ds, e.begin, e.end, scale, row.lse, *row.delta);
-}
-
 // The row of a call with options or dropout.
 template <class T>
 void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const RowSums<T>& row, const BackwardScratch<T>& f,
@@ -229,7 +224,7 @@ void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const 
                           {t.j.begin + lo, t.j.begin + hi}, p.dropout_threshold, f.keep + lo);
         for (int k = lo; k < hi; ++k) dx[k] = f.keep[k] ? dx[k] * keep_inverse : T{0};
     }
-    soften(w, e, x, dx, row);
+    soften_row(x, dx, e.begin, e.end, static_cast<T>(score_unit(w)), row);
     if (dropout) {
         for (int k = lo; k < hi; ++k) x[k] = f.keep[k] ? x[k] * keep_inverse : T{0};
     }
@@ -264,13 +259,18 @@ void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const Backwa
     const bool plain = w.plain() && p.dropout_threshold == 0;
     const int64_t row0 = w.sequence(t.block.b).q_row0 + t.block.i0;
     const core::Rows3 &lse = w.args->lse, &dlse = w.args->dlse;
-    const bool whole = *w.whole_of(t.block.b, t.block.h0, t.block.i0);
+    const double sink = p.sinks ? p.sink(t.block.h0) : -core::kInfinity;
     for (int r = 0; r < rows; ++r) {
         T* const x = t.s + r * kTileN;
         T* const dx = t.ds + r * kTileN;
-        RowSums<T> row{static_cast<const T*>(lse.data)[lse.offset(t.block.b, t.block.h0, row0 + r)], T{0},
-                       w.delta_of<T>(t.block.b, t.block.h0, t.block.i0 + r), whole};
+        RowSums<T> row{};
+        row.lse = static_cast<const T*>(lse.data)[lse.offset(t.block.b, t.block.h0, row0 + r)];
         if (dlse) row.dlse = static_cast<const T*>(dlse.data)[dlse.offset(t.block.b, t.block.h0, row0 + r)];
+        row.delta = *w.delta_of<T>(t.block.b, t.block.h0, t.block.i0 + r);
+        if (sink != -core::kInfinity) {
+            row.p_sink = static_cast<T>(__builtin_exp(sink - static_cast<double>(row.lse)));
+            row.refined = w.refined_of<T>(t.block.b, t.block.h0, t.block.i0 + r);
+        }
         if (row.lse == -kInf<T> || e.lo[r] >= e.hi[r]) {
             clear_row(x, e.begin, e.end);
             clear_row(dx, e.begin, e.end);
@@ -284,7 +284,7 @@ void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const Backwa
         if (t.note_seen) {
             for (int k = e.begin; k < e.end; ++k) t.seen[r * kTileN + k] = x[k] != -kInf<T>;
         }
-        soften(w, e, x, dx, row);
+        soften_row(x, dx, e.begin, e.end, static_cast<T>(score_unit(w)), row);
     }
 }
 

@@ -49,9 +49,11 @@ struct Call {
     const core::RowProgram* score_mod = nullptr;  // null: none
 
     [[nodiscard]] const core::Sequence& sequence(int64_t b) const { return problem->sequences[static_cast<size_t>(b)]; }
-    // The score is scale * <q, k> and nothing else. A scale <= 0 would turn the order of raw scores around.
+    // The score is scale * <q, k> and nothing else, so the softmax can work on raw products. A scale <= 0 would turn
+    // their order around; an extreme one would lose what the exponential relies on.
     [[nodiscard]] bool plain() const {
-        return problem->softcap == 0 && !problem->bias && !problem->alibi_slopes && !score_mod && problem->softmax_scale > 0;
+        const double scale = problem->softmax_scale;
+        return problem->softcap == 0 && !problem->bias && !problem->alibi_slopes && !score_mod && scale > 1e-25 && scale < 1e25;
     }
 };
 

@@ -57,21 +57,6 @@ void merge(const State<T>& into, const State<T>& from, int rows, int64_t row_len
     }
 }
 
-// Elements [d, d + kLanes) of a row, rounded to the tensor's dtype; nothing from `dim` on.
-template <class T>
-inline void write(const core::Tensor4& t, int64_t at, int64_t d, int64_t dim, Vec<T> v) {
-    const bool whole = t.dim_stride == 1 && d + kLanes<T> <= dim;
-    at += d * t.dim_stride;
-    if constexpr (sizeof(T) == 4) {
-        if (whole && t.dtype == DType::f16) return store_half(static_cast<uint16_t*>(t.data) + at, v);
-        if (whole && t.dtype == DType::bf16) return store_bfloat(static_cast<uint16_t*>(t.data) + at, v);
-    }
-    if (whole) return store<T>(static_cast<T*>(t.data) + at, v);
-    for (int n = 0; n < kLanes<T> && d + n < dim; ++n) {
-        core::store_float(t.data, t.dtype, at + n * t.dim_stride, static_cast<double>(v[n]));
-    }
-}
-
 // Divides, applies the sink, writes o and lse.
 template <class T>
 void finish(const Call& call, const core::ForwardArgs& args, const RowBlock& block, const State<T>& state) {
@@ -108,17 +93,25 @@ void finish(const Call& call, const core::ForwardArgs& args, const RowBlock& blo
 // ---------------------------------------------------------------------------------------------------------------------
 // Softmax of a tile
 
-// Scores become probabilities relative to the new maximum; scale[r] = what the row's o must be multiplied with.
+// Scores become probabilities relative to the new maximum; scale[r] = what the row's o must be multiplied with. All
+// maxima come first: then no row's exponentials wait for the end of a chain of dependent instructions.
 template <class T>
 void soften_tile(const Call& call, const RowBlock& block, const Extent& e, T* s, const State<T>& state, T* scale) {
+    constexpr int n = kLanes<T>;
     const T factor = score_factor<T>(call);
-    for (int r = 0; r < block.rows(); ++r) {
-        T* const x = s + r * kTileN;
-        const T top = row_max(x, e.begin, e.end), before = state.m[r];
+    const int rows = block.rows();
+    T shift[kTileM];
+    for (int r = 0; r < rows; ++r) {
+        const T top = row_max(s + r * kTileN, e.begin, e.end), before = state.m[r];
         const T m = top > before ? top : before;
-        scale[r] = exp_difference(before, m, factor);
         state.m[r] = m;
-        state.l[r] = state.l[r] * scale[r] + exp_row(x, e.begin, e.end, m == -kInf<T> ? T{0} : m, factor);
+        shift[r] = m == -kInf<T> ? T{0} : m;
+        scale[r] = m == before ? T{0} : before - m;  // inf - inf would be NaN
+    }
+    for (int r = rows; r < kTileM; ++r) scale[r] = 0;
+    for (int r = 0; r < kTileM; r += n) store<T>(scale + r, exp2<T>(load(scale + r) * splat(factor)));
+    for (int r = 0; r < rows; ++r) {
+        state.l[r] = state.l[r] * scale[r] + exp_row(s + r * kTileN, e.begin, e.end, shift[r], factor);
     }
 }
 
@@ -169,19 +162,32 @@ void pack_tile(const Call& call, int64_t b, int64_t head_kv, int64_t j0, const K
 template <class T, class Reader, int kRows>
 void direct_scores(const Source& k, int64_t dim, const T* q, Range keys, T* s) {
     constexpr int n = kLanes<T>, kGroup = kRows <= 2 ? 4 : 2;  // independent chains to hide latency
-    const int64_t q_length = padded<T>(dim);
+    const int64_t q_length = padded<T>(dim), whole = k.dim_stride == 1 ? dim / n * n : 0;
     const auto dots = [&]<int kKeys>(int64_t key, std::integral_constant<int, kKeys>) {
         Vec<T> sum[kKeys][kRows];
+#pragma GCC unroll 4
         for (int g = 0; g < kKeys; ++g) {
+#pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) sum[g][r] = splat(T{0});
         }
-        for (int64_t d = 0; d < dim; d += n) {
+        const int64_t at = k.origin + key * k.row_stride;
+        for (int64_t d = 0; d < whole; d += n) {
+#pragma GCC unroll 4
             for (int g = 0; g < kKeys; ++g) {
-                const Vec<T> x = read<T, Reader>(k, key + g, d, dim);
+                const Vec<T> x = Reader::vector(k.data, at + g * k.row_stride + d);
+#pragma GCC unroll 4
                 for (int r = 0; r < kRows; ++r) sum[g][r] = fma(load(q + r * q_length + d), x, sum[g][r]);
             }
         }
+        for (int64_t d = whole; d < dim; d += n) {
+            for (int g = 0; g < kKeys; ++g) {
+                const Vec<T> x = read_slowly<T, Reader>(k, at + g * k.row_stride + d * k.dim_stride, dim - d);
+                for (int r = 0; r < kRows; ++r) sum[g][r] = fma(load(q + r * q_length + d), x, sum[g][r]);
+            }
+        }
+#pragma GCC unroll 4
         for (int g = 0; g < kKeys; ++g) {
+#pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) s[r * kTileN + key + g] = sum_of<T>(sum[g][r]);
         }
     };
@@ -195,40 +201,59 @@ void direct_scores(const Source& k, int64_t dim, const T* q, Range keys, T* s) {
 template <class T, class Reader, int kRows>
 void direct_output(const Source& v, int64_t dim, Range keys, const T* p, const T* x, bool first, const T* scale, T* o) {
     constexpr int n = kLanes<T>;
-    const int64_t row_length = padded<T>(dim);
-    const auto columns = [&]<int kColumns>(int64_t d, std::integral_constant<int, kColumns>) {
+    const int64_t row_length = padded<T>(dim), whole = v.dim_stride == 1 ? dim / n * n : 0;
+    const auto columns = [&]<int kColumns, bool kWhole, bool kCareful>(int64_t d, std::integral_constant<int, kColumns>,
+                                                                        std::bool_constant<kWhole>,
+                                                                        std::bool_constant<kCareful>) {
         Vec<T> sum[kRows][kColumns];
-        const auto add = [&](bool careful) {
-            for (int r = 0; r < kRows; ++r) {
-                for (int c = 0; c < kColumns; ++c) sum[r][c] = splat(T{0});
-            }
-            for (int64_t k = keys.begin; k < keys.end; ++k) {
-                Vec<T> row[kColumns];
-                for (int c = 0; c < kColumns; ++c) row[c] = read<T, Reader>(v, k, d + c * n, dim);
-                for (int r = 0; r < kRows; ++r) {
-                    if (careful && x[r * kTileN + k] == -kInf<T>) continue;
-                    const Vec<T> factor = splat(p[r * kTileN + k]);
-                    for (int c = 0; c < kColumns; ++c) sum[r][c] = fma(factor, row[c], sum[r][c]);
-                }
-            }
-        };
-        add(false);
-        Vec<T> probe = splat(T{0});
+#pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+            for (int c = 0; c < kColumns; ++c) sum[r][c] = splat(T{0});
+        }
+        for (int64_t k = keys.begin; k < keys.end; ++k) {
+            const int64_t at = v.origin + k * v.row_stride + d * v.dim_stride;
+            Vec<T> row[kColumns];
+#pragma GCC unroll 8
+            for (int c = 0; c < kColumns; ++c) {
+                row[c] = kWhole ? Reader::vector(v.data, at + c * n)
+                                : read_slowly<T, Reader>(v, at + c * n * v.dim_stride, dim - d - c * n);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < kRows; ++r) {
+                if (kCareful && x[r * kTileN + k] == -kInf<T>) continue;
+                const Vec<T> factor = splat(p[r * kTileN + k]);
+#pragma GCC unroll 8
+                for (int c = 0; c < kColumns; ++c) sum[r][c] = fma(factor, row[c], sum[r][c]);
+            }
+        }
+        Vec<T> probe = splat(T{0});
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
             for (int c = 0; c < kColumns; ++c) probe = fma(sum[r][c], splat(T{0}), probe);
         }
-        if (sum_of<T>(probe) != 0) add(true);
+        if (!kCareful && sum_of<T>(probe) != 0) return false;
+#pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
             for (int c = 0; c < kColumns; ++c) {
                 T* const to = o + r * row_length + d + c * n;
                 store<T>(to, first ? sum[r][c] : fma(load(to), splat(scale[r]), sum[r][c]));
             }
         }
+        return true;
     };
-    constexpr int kColumns = 8 / kRows;
+    constexpr int kWide = 8 / kRows;
+    constexpr std::integral_constant<int, kWide> kSeveral{};
+    constexpr std::integral_constant<int, 1> kOne{};
     int64_t d = 0;
-    for (; d + kColumns * n <= dim; d += kColumns * n) columns(d, std::integral_constant<int, kColumns>{});
-    for (; d < dim; d += n) columns(d, std::integral_constant<int, 1>{});
+    for (; d + kWide * n <= whole; d += kWide * n) {
+        if (!columns(d, kSeveral, std::true_type{}, std::false_type{})) columns(d, kSeveral, std::true_type{}, std::true_type{});
+    }
+    for (; d < dim; d += n) {
+        if (!columns(d, kOne, std::false_type{}, std::false_type{})) columns(d, kOne, std::false_type{}, std::true_type{});
+    }
 }
 
 // Calls f with the reader of `dtype` and the number of rows as constants.

@@ -85,15 +85,26 @@ void micro_kernel(const Product<T>& p, int64_t m) {
             for (int n = 0; n < V; ++n) sum[i][n] = fma(factor, row[n], sum[i][n]);
         }
     }
-    T* c = p.c + m * p.ldc;
+    T* const c = p.c + m * p.ldc;
+    const int64_t ldc = p.ldc;
+    if (p.epilogue == Epilogue::store) {
+#pragma GCC unroll 16
+        for (int i = 0; i < M; ++i) {
+#pragma GCC unroll 2
+            for (int n = 0; n < V; ++n) store<T>(c + i * ldc + n * kLanes<T>, sum[i][n]);
+        }
+        return;
+    }
+    const T one = 1;  // C * 1 + sum and C + sum are the same bits
+    const T* const scale = p.epilogue == Epilogue::scale_add ? p.scale + m : &one;
+    const int64_t scale_step = p.epilogue == Epilogue::scale_add ? 1 : 0;
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-        const Vec<T> factor = splat(p.epilogue == Epilogue::scale_add ? p.scale[m + i] : T{1});
+        const Vec<T> factor = splat(scale[i * scale_step]);
 #pragma GCC unroll 2
         for (int n = 0; n < V; ++n) {
-            T* const at = c + i * p.ldc + n * kLanes<T>;
-            // C * 1 + sum and C + sum are the same bits.
-            store<T>(at, p.epilogue == Epilogue::store ? sum[i][n] : fma(load(at), factor, sum[i][n]));
+            T* const at = c + i * ldc + n * kLanes<T>;
+            store<T>(at, fma(load(at), factor, sum[i][n]));
         }
     }
 }

@@ -13,7 +13,7 @@ using core::DType;
 using core::Range;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Reading tensors: any float dtype, any stride
+// Reading and writing tensors: any float dtype, any stride
 
 // Rows of one head: element (r, d) at origin + r * row_stride + d * dim_stride.
 struct Source {
@@ -27,12 +27,15 @@ inline Source rows_of(const core::Tensor4& t, int64_t b, int64_t row0, int64_t h
 
 template <class T>
 struct ReadSame {
+    using Element = T;
     static Vec<T> vector(const void* data, int64_t at) { return load(static_cast<const T*>(data) + at); }
 };
 struct ReadHalf {
+    using Element = uint16_t;
     static f32v vector(const void* data, int64_t at) { return load_half(static_cast<const uint16_t*>(data) + at); }
 };
 struct ReadBfloat {
+    using Element = uint16_t;
     static f32v vector(const void* data, int64_t at) { return load_bfloat(static_cast<const uint16_t*>(data) + at); }
 };
 
@@ -49,14 +52,14 @@ inline void with_reader(DType dtype, F&& f) {
     }
 }
 
-// The ends of rows and strided rows: element by element. Not inlined, for every reader would bring its own unrolled copy.
-template <class T>
+// `count` elements at `at`, dim_stride apart, then zeros: the ends of rows, and strided rows. It does not call the
+// conversions of core: those are baseline code, and SSE instructions in the middle of AVX code cost a transition each.
+template <class T, class Reader>
 [[gnu::noinline]] Vec<T> read_slowly(const Source& s, int64_t at, int64_t count) {
-    T lane[kLanes<T>] = {};
-    for (int64_t n = 0; n < kLanes<T> && n < count; ++n) {
-        lane[n] = static_cast<T>(core::load_float(s.data, s.dtype, at + n * s.dim_stride));
-    }
-    return load(lane);
+    using Element = typename Reader::Element;
+    Element lane[kLanes<T>] = {};
+    for (int64_t n = 0; n < kLanes<T> && n < count; ++n) lane[n] = static_cast<const Element*>(s.data)[at + n * s.dim_stride];
+    return Reader::vector(lane, 0);
 }
 
 // Elements [d, d + kLanes) of row r; 0 from `dim` on.
@@ -64,7 +67,34 @@ template <class T, class Reader>
 [[gnu::always_inline]] inline Vec<T> read(const Source& s, int64_t r, int64_t d, int64_t dim) {
     const int64_t at = s.origin + r * s.row_stride + d * s.dim_stride;
     if (s.dim_stride == 1 && d + kLanes<T> <= dim) [[likely]] return Reader::vector(s.data, at);
-    return read_slowly<T>(s, at, dim - d);
+    return read_slowly<T, Reader>(s, at, dim - d);
+}
+
+// Elements [d, d + kLanes) of a row that starts at `at`, rounded to the tensor's dtype; nothing from `dim` on.
+template <class T, class Element>
+[[gnu::noinline]] void write_slowly(Element* to, int64_t stride, int64_t count, const Element* lane) {
+    for (int64_t n = 0; n < kLanes<T> && n < count; ++n) to[n * stride] = lane[n];
+}
+template <class T>
+inline void write(const core::Tensor4& t, int64_t at, int64_t d, int64_t dim, Vec<T> v) {
+    const bool whole = t.dim_stride == 1 && d + kLanes<T> <= dim;
+    at += d * t.dim_stride;
+    if constexpr (sizeof(T) == 4) {
+        if (t.dtype != DType::f32) {
+            uint16_t* const to = static_cast<uint16_t*>(t.data) + at;
+            uint16_t lane[kLanes<T>];
+            uint16_t* const out = whole ? to : lane;
+            if (t.dtype == DType::f16) store_half(out, v);
+            else store_bfloat(out, v);
+            if (!whole) write_slowly<T>(to, t.dim_stride, dim - d, lane);
+            return;
+        }
+    }
+    T* const to = static_cast<T*>(t.data) + at;
+    if (whole) return store<T>(to, v);
+    T lane[kLanes<T>];
+    store<T>(lane, v);
+    write_slowly<T>(to, t.dim_stride, dim - d, lane);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -76,12 +106,22 @@ template <class T, class Reader>
 template <class T>
 void pack_columns(const Source& source, int64_t rows, int64_t dim, int64_t columns, int64_t width, T* out) {
     constexpr int n = kLanes<T>;
+    const int64_t whole = source.dim_stride == 1 ? dim / n * n : 0;
     with_reader<T>(source.dtype, [&](auto reader) {
         using Reader = decltype(reader);
         for (int64_t column = 0; column < columns; column += n) {
             T* const to = out + column / width * width * dim + column % width;
-            for (int64_t d = 0; d < dim; d += n) {
-                Vec<T> block[n];
+            int64_t d = 0;
+            Vec<T> block[n];
+            for (; d < whole && column + n <= rows; d += n) {
+                const int64_t at = source.origin + column * source.row_stride + d;
+#pragma GCC unroll 16
+                for (int i = 0; i < n; ++i) block[i] = Reader::vector(source.data, at + i * source.row_stride);
+                transpose<T>(block, std::make_integer_sequence<int, n>{});
+#pragma GCC unroll 16
+                for (int i = 0; i < n; ++i) store<T>(to + (d + i) * width, block[i]);
+            }
+            for (; d < dim; d += n) {
                 for (int i = 0; i < n; ++i) {
                     block[i] = column + i < rows ? read<T, Reader>(source, column + i, d, dim) : splat(T{0});
                 }
@@ -106,15 +146,17 @@ void pack_rows(const Source& source, int64_t rows, int64_t dim, int64_t depth, T
         using Reader = decltype(reader);
         const auto pack = [&](int64_t r, bool clear) {
             Vec<T> probe = splat(T{0});  // becomes NaN at the first element that is not finite
-            for (int64_t panel = 0; panel < dim; panel += kPanel<T>) {
-                const int vectors = dim - panel > n ? 2 : 1;
-                T* const to = out + panel * depth + r * vectors * n;
-                for (int v = 0; v < vectors; ++v) {
-                    const Vec<T> x = read<T, Reader>(source, r, panel + v * n, dim);
-                    probe = fma(x, splat(T{0}), probe);
-                    store<T>(to + v * n, clear ? splat(T{0}) : x);
-                }
+            const auto vector = [&](int64_t d, T* to) {
+                const Vec<T> x = read<T, Reader>(source, r, d, dim);
+                probe = fma(x, splat(T{0}), probe);
+                store<T>(to, clear ? splat(T{0}) : x);
+            };
+            int64_t d = 0;
+            for (; d + n < dim; d += 2 * n) {
+                T* const to = out + d * depth + r * 2 * n;
+                vector(d, to), vector(d + n, to + n);
             }
+            if (d < dim) vector(d, out + d * depth + r * n);
             return probe;
         };
         Vec<T> probe = splat(T{0});
@@ -140,6 +182,7 @@ inline Panels<T> panels_of(const T* data, int64_t depth, int64_t dim) {
 struct Extent {
     int begin = 0, end = 0;
     int lo[kTileM], hi[kTileM];
+    bool band = false;     // rows differ in [lo, hi)
     bool partial = false;  // some row may not see some key of its [lo, hi): ask the mask
 
     [[nodiscard]] bool empty() const { return begin >= end; }
@@ -159,11 +202,11 @@ struct Extent {
 template <class T>
 void find_extent(const Call& call, const RowBlock& block, Range j, core::TileClass cls, Extent& e) {
     const int keys = static_cast<int>(j.size()), rows = block.rows();
-    const bool band = cls == core::TileClass::partial && call.mask->is_band();
-    e.partial = cls == core::TileClass::partial && !band;
+    e.band = cls == core::TileClass::partial && call.mask->is_band();
+    e.partial = cls == core::TileClass::partial && !e.band;
     for (int r = 0; r < rows; ++r) {
         e.lo[r] = 0, e.hi[r] = keys;
-        if (!band) continue;
+        if (!e.band) continue;
         if (r >= block.queries) {  // the next head: the same queries again
             e.lo[r] = e.lo[r - block.queries], e.hi[r] = e.hi[r - block.queries];
             continue;
@@ -184,9 +227,11 @@ template <class T>
 void multiply_extent(const T* a, const T* b, int64_t dim, const Extent& e, int rows, T* s) {
     for (int column = e.begin; column < e.end; column += kPanel<T>) {
         int first = 0, last = rows;
-        const auto sees = [&](int r) { return e.lo[r] < column + kPanel<T> && e.hi[r] > column && e.lo[r] < e.hi[r]; };
-        while (first < last && !sees(first)) ++first;
-        while (last > first && !sees(last - 1)) --last;
+        if (e.band) {
+            const auto sees = [&](int r) { return e.lo[r] < column + kPanel<T> && e.hi[r] > column && e.lo[r] < e.hi[r]; };
+            while (first < last && !sees(first)) ++first;
+            while (last > first && !sees(last - 1)) --last;
+        }
         const Product<T> p{a, kTileM, b + column * dim, 0, dim, s + column, kTileN, Epilogue::store, nullptr};
         multiply_panel<T, Order::by_columns>(p, {first, last}, kTileVectors);
     }
@@ -337,10 +382,10 @@ inline T row_max(const T* x, int begin, int end) {
 template <class T>
 inline T exp_row(T* x, int begin, int end, T shift, T factor) {
     constexpr int n = kLanes<T>;
+    const Exp2Scaled<T> power(factor);
     Vec<T> even = splat(T{0}), odd = even;
     for (int k = begin; k < end; k += 2 * n) {
-        const Vec<T> p = exp2<T>((load(x + k) - splat(shift)) * splat(factor));
-        const Vec<T> q = exp2<T>((load(x + k + n) - splat(shift)) * splat(factor));
+        const Vec<T> p = power(load(x + k) - splat(shift)), q = power(load(x + k + n) - splat(shift));
         store<T>(x + k, p), store<T>(x + k + n, q);
         even += p, odd += q;
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import formula
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 import tilewise
 from tilewise import masks
 
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SETTINGS = settings(max_examples=int(os.environ.get("TILEWISE_EXAMPLES", "40")), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 KINDS = ["numpy"]
 try:
