@@ -1,6 +1,6 @@
 // The building blocks of the tiled CPU kernels, for every instruction set that this machine has: matrix product, 2^x,
-// tanh, 16-bit conversions; and the forward pass as a whole against a plain double loop, with the promises that are easy
-// to break: same bits for any number of threads, chunking, or padding, and hidden data that never shows.
+// tanh, 16-bit conversions; and the forward pass as a whole against a plain double loop, with the promises that are
+// easy to break: same bits for any number of threads, chunking, or padding, and hidden data that never shows.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -70,11 +70,13 @@ void check_multiply(const cpu::Kernels& kernels) {
                         for (int j = 0; j < n; ++j) {
                             double sum = 0, size = 0;
                             for (int q = 0; q < k; ++q) {
-                                const double term = double(by_columns ? a[q * m + i] : a[i * cpu::kTileN + q]) * double(b[q * n + j]);
+                                const double term =
+                                    double(by_columns ? a[q * m + i] : a[i * cpu::kTileN + q]) * double(b[q * n + j]);
                                 sum += term, size += std::fabs(term);
                             }
                             const double bound = (k + 2) * double(std::numeric_limits<T>::epsilon()) * size;
-                            ASSERT_NEAR(c[i * cpu::kTileN + j], sum, bound) << m << "x" << n << "x" << k << " at " << i << "," << j;
+                            ASSERT_NEAR(c[i * cpu::kTileN + j], sum, bound)
+                                << m << "x" << n << "x" << k << " at " << i << "," << j;
                         }
                     }
                 }
@@ -91,7 +93,8 @@ TEST_P(EachIsa, MultiplyRowsAreIndependent) {
     std::mt19937 random(2);
     std::uniform_real_distribution<float> draw(-1, 1);
     const int n = 72, k = 100;
-    std::vector<float> a(static_cast<size_t>(cpu::kTileM * cpu::kTileN)), b(static_cast<size_t>(n * k)), scratch(cpu::kTileN * cpu::kTileN);
+    std::vector<float> a(static_cast<size_t>(cpu::kTileM * cpu::kTileN)), b(static_cast<size_t>(n * k)),
+        scratch(cpu::kTileN * cpu::kTileN);
     for (float& x : a) x = draw(random);
     for (float& x : b) x = draw(random);
     std::vector<float> all(static_cast<size_t>(cpu::kTileM * cpu::kTileN));
@@ -99,7 +102,8 @@ TEST_P(EachIsa, MultiplyRowsAreIndependent) {
     for (int m = 1; m < cpu::kTileM; ++m) {
         std::vector<float> some(all.size());
         kernels().f32.test_multiply(a.data(), false, b.data(), some.data(), m, n, k, scratch.data());
-        for (int i = 0; i < m; ++i) ASSERT_EQ(0, std::memcmp(&some[i * cpu::kTileN], &all[i * cpu::kTileN], n * sizeof(float)));
+        for (int i = 0; i < m; ++i)
+            ASSERT_EQ(0, std::memcmp(&some[i * cpu::kTileN], &all[i * cpu::kTileN], n * sizeof(float)));
     }
 }
 
@@ -138,12 +142,27 @@ void check_functions(const cpu::Kernels& kernels) {
     for (const auto& x : {spread<T>(-1, 1, 1 << 16), spread<T>(-40, 0, 1 << 16), spread<T>(normal, -normal, 1 << 16)}) {
         EXPECT_LT(worst_ulps<T>(x, run(0, x), [](long double v) { return std::exp2(v); }), 1.5);
     }
-    for (const auto& x : {spread<T>(-1, 1, 1 << 16), spread<T>(T(-1e-3), T(1e-3), 1 << 16), spread<T>(-12, 12, 1 << 16)}) {
+    for (const auto& x :
+         {spread<T>(-1, 1, 1 << 16), spread<T>(T(-1e-3), T(1e-3), 1 << 16), spread<T>(-12, 12, 1 << 16)}) {
         EXPECT_LT(worst_ulps<T>(x, run(1, x), [](long double v) { return std::tanh(v); }), 4);
     }
     const T inf = std::numeric_limits<T>::infinity(), nan = std::numeric_limits<T>::quiet_NaN();
-    const std::vector<T> special{0, -T{0}, -inf, inf, nan, T(1e30), T(-1e30), std::numeric_limits<T>::max(),
-                                 std::numeric_limits<T>::lowest(), 1, -1, 2 * normal, -2 * normal, 3, T(0.5), -nan};
+    const std::vector<T> special{0,
+                                 -T{0},
+                                 -inf,
+                                 inf,
+                                 nan,
+                                 T(1e30),
+                                 T(-1e30),
+                                 std::numeric_limits<T>::max(),
+                                 std::numeric_limits<T>::lowest(),
+                                 1,
+                                 -1,
+                                 2 * normal,
+                                 -2 * normal,
+                                 3,
+                                 T(0.5),
+                                 -nan};
     const std::vector<T> e = run(0, special), t = run(1, special);
     const auto same = [](T a, T b) { return a == b || (std::isnan(a) && std::isnan(b)); };
     const std::vector<T> exp2_of{1, 1, 0, inf, nan, inf, 0, inf, 0, 2, T(0.5), 0, inf, 8, T(std::sqrt(2.0L)), nan};
@@ -183,7 +202,8 @@ TEST_P(EachIsa, SixteenBitFloats) {
             uint32_t bits = random();
             if (n % 4 == 1) bits = (bits & 0xffff0000u) | 0x8000u;
             if (n % 4 == 2) bits = (bits & 0xffffe000u) | 0x1000u;
-            if (n % 4 == 3) bits = (bits & 0x80ffffffu) | (0x33000000u + ((bits >> 7) & 0x0f000000u));  // near half's range
+            if (n % 4 == 3)
+                bits = (bits & 0x80ffffffu) | (0x33000000u + ((bits >> 7) & 0x0f000000u));  // near half's range
             std::memcpy(&x[n], &bits, 4);
         }
         std::vector<uint16_t> y(x.size());
@@ -229,7 +249,8 @@ struct Trial {
                 value = core::load_float(&box, c.dtype, 0);
             }
         };
-        fill(q, c.heads, c.seqlen_q, c.dim_qk), fill(k, c.heads_kv, c.seqlen_kv, c.dim_qk), fill(v, c.heads_kv, c.seqlen_kv, c.dim_v);
+        fill(q, c.heads, c.seqlen_q, c.dim_qk), fill(k, c.heads_kv, c.seqlen_kv, c.dim_qk),
+            fill(v, c.heads_kv, c.seqlen_kv, c.dim_v);
         const auto fill32 = [&](std::vector<float>& x, int64_t n) {
             x.resize(static_cast<size_t>(n));
             for (float& value : x) value = static_cast<float>(draw(random));
@@ -241,15 +262,17 @@ struct Trial {
     }
 
     // [b][s][h][d], or with every second element unused if `strided`.
-    static tilewise_tensor view(std::vector<uint8_t>& bytes, const std::vector<double>& values, const Case& c, int64_t heads,
-                                int64_t rows, int64_t dim) {
+    static tilewise_tensor view(std::vector<uint8_t>& bytes, const std::vector<double>& values, const Case& c,
+                                int64_t heads, int64_t rows, int64_t dim) {
         const int64_t step = c.strided ? 2 : 1, space = std::max<int64_t>(dim, 1);
         tilewise_tensor t{};
         bytes.assign(static_cast<size_t>(c.batch * heads * rows * dim * step * core::size_of(c.dtype) + 64), 0xff);
         t.data = bytes.data();
         t.dtype = static_cast<int32_t>(c.dtype);
         t.rank = 4;
-        const int64_t shape[4] = {c.batch, rows, heads, dim}, stride[4] = {std::max<int64_t>(rows, 1) * heads * space * step, heads * space * step, space * step, step};
+        const int64_t shape[4] = {c.batch, rows, heads, dim},
+                      stride[4] = {std::max<int64_t>(rows, 1) * heads * space * step, heads * space * step,
+                                   space * step, step};
         std::copy_n(shape, 4, t.shape), std::copy_n(stride, 4, t.strides);
         size_t n = 0;
         for (int64_t b = 0; b < c.batch; ++b) {
@@ -298,7 +321,8 @@ struct Trial {
         lse32.assign(rows, 7), lse64.assign(rows, 7);
         args.lse.rank = 3, args.lse.dtype = c.dtype == DType::f64 ? TILEWISE_FLOAT64 : TILEWISE_FLOAT32;
         args.lse.data = c.dtype == DType::f64 ? static_cast<void*>(lse64.data()) : lse32.data();
-        const int64_t shape[3] = {c.batch, c.heads, c.seqlen_q}, stride[3] = {c.heads * c.seqlen_q, std::max<int64_t>(c.seqlen_q, 1), 1};
+        const int64_t shape[3] = {c.batch, c.heads, c.seqlen_q},
+                      stride[3] = {c.heads * c.seqlen_q, std::max<int64_t>(c.seqlen_q, 1), 1};
         std::copy_n(shape, 3, args.lse.shape), std::copy_n(stride, 3, args.lse.strides);
         const core::ForwardArgs forward = core::make_forward_args(problem, raw, args);
         const size_t bytes = cpu::kCpuTiled.workspace_bytes(problem, core::Pass::forward);
@@ -314,7 +338,8 @@ struct Trial {
             for (int64_t h = 0; h < c.heads; ++h) {
                 for (int64_t i = 0; i < c.seqlen_q; ++i) {
                     for (int64_t d = 0; d < c.dim_v; ++d) {
-                        o.push_back(core::load_float(forward.o.data, c.dtype, forward.o.offset(b, i, h) + d * forward.o.dim_stride));
+                        o.push_back(core::load_float(forward.o.data, c.dtype,
+                                                     forward.o.offset(b, i, h) + d * forward.o.dim_stride));
                     }
                     lse.push_back(core::load_float(forward.lse.data, forward.lse.dtype, forward.lse.offset(b, h, i)));
                 }
@@ -360,7 +385,8 @@ struct Trial {
                     for (int64_t j = 0; j < keys; ++j) {
                         if (x[j] == -inf || !core::dropout_keep(42, 0, b * c.heads + h, i, j, threshold)) continue;
                         const double p = std::exp(x[j] - m) / l / keep_prob;
-                        for (int64_t d = 0; d < c.dim_v; ++d) out[d] += p * v[((b * c.heads_kv + g) * c.seqlen_kv + j) * c.dim_v + d];
+                        for (int64_t d = 0; d < c.dim_v; ++d)
+                            out[d] += p * v[((b * c.heads_kv + g) * c.seqlen_kv + j) * c.dim_v + d];
                     }
                     o_out.insert(o_out.end(), out.begin(), out.end()), lse_out.push_back(m + std::log(l));
                 }
@@ -378,7 +404,8 @@ double tolerance(DType dtype) {
     }
 }
 
-void expect_close(const std::vector<double>& got, const std::vector<double>& want, double bound, const std::string& what) {
+void expect_close(const std::vector<double>& got, const std::vector<double>& want, double bound,
+                  const std::string& what) {
     ASSERT_EQ(got.size(), want.size());
     for (size_t n = 0; n < got.size(); ++n) {
         if (std::isinf(want[n])) ASSERT_EQ(got[n], want[n]) << what << " " << n;
@@ -404,9 +431,12 @@ std::vector<Case> cases() {
         return c;
     };
     for (const DType dtype : {DType::f32, DType::f64, DType::f16, DType::bf16}) {
-        for (const auto& [dim_qk, dim_v] : {std::pair{1, 1}, {8, 24}, {40, 72}, {64, 64}, {128, 128}, {100, 33}, {0, 16}, {16, 0}}) {
+        for (const auto& [dim_qk, dim_v] :
+             {std::pair{1, 1}, {8, 24}, {40, 72}, {64, 64}, {128, 128}, {100, 33}, {0, 16}, {16, 0}}) {
             all.push_back(with([&](Case& c) { c.dtype = dtype, c.dim_qk = dim_qk, c.dim_v = dim_v; }));
-            all.push_back(with([&](Case& c) { c.dtype = dtype, c.dim_qk = dim_qk, c.dim_v = dim_v, c.causal = true, c.seqlen_q = 1; }));
+            all.push_back(with([&](Case& c) {
+                c.dtype = dtype, c.dim_qk = dim_qk, c.dim_v = dim_v, c.causal = true, c.seqlen_q = 1;
+            }));
         }
         all.push_back(with([&](Case& c) { c.dtype = dtype, c.strided = true, c.dim_v = 20; }));
         all.push_back(with([&](Case& c) { c.dtype = dtype, c.strided = true, c.seqlen_q = 1, c.dim_v = 20; }));
@@ -414,7 +444,9 @@ std::vector<Case> cases() {
     all.push_back(with([](Case& c) { c.dim_qk = 576, c.dim_v = 512, c.heads = 4; }));
     for (const int seqlen_q : {1, 2, 3, 5, 24, 47, 48, 49, 97, 300}) {
         for (const int seqlen_kv : {1, 2, 127, 128, 129, 1024, 1025, 2500}) {
-            all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.seqlen_kv = seqlen_kv, c.heads = 6, c.heads_kv = 2, c.dim_qk = c.dim_v = 16; }));
+            all.push_back(with([&](Case& c) {
+                c.seqlen_q = seqlen_q, c.seqlen_kv = seqlen_kv, c.heads = 6, c.heads_kv = 2, c.dim_qk = c.dim_v = 16;
+            }));
             all.push_back(all.back());
             all.back().causal = true;
             all.back().batch_invariant = true;
@@ -422,7 +454,8 @@ std::vector<Case> cases() {
     }
     for (const int seqlen_q : {1, 70}) {
         all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.window_left = 20; }));
-        all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.window_left = 130, c.window_right = 3, c.seqlen_kv = 1200; }));
+        all.push_back(
+            with([&](Case& c) { c.seqlen_q = seqlen_q, c.window_left = 130, c.window_right = 3, c.seqlen_kv = 1200; }));
         all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.softcap = 3; }));
         all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.bias = true; }));
         all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.slopes = true; }));
@@ -430,7 +463,8 @@ std::vector<Case> cases() {
         all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.dropout = 0.3; }));
         all.push_back(with([&](Case& c) { c.seqlen_q = seqlen_q, c.scale = -0.3; }));
         all.push_back(with([&](Case& c) {
-            c.seqlen_q = seqlen_q, c.softcap = 5, c.bias = c.slopes = c.sinks = c.causal = true, c.dropout = 0.1, c.batch = 2, c.heads = 4, c.heads_kv = 2;
+            c.seqlen_q = seqlen_q, c.softcap = 5, c.bias = c.slopes = c.sinks = c.causal = true, c.dropout = 0.1,
+            c.batch = 2, c.heads = 4, c.heads_kv = 2;
         }));
     }
     all.push_back(with([](Case& c) { c.seqlen_q = 150, c.seqlen_kv = 70, c.causal = true; }));  // empty rows
@@ -447,8 +481,9 @@ std::vector<Case> cases() {
 TEST_P(EachIsa, Forward) {
     int n = 0;
     for (const Case& c : cases()) {
-        SCOPED_TRACE("case " + std::to_string(n++) + ": " + core::name(c.dtype) + " sq " + std::to_string(c.seqlen_q) + " skv " +
-                     std::to_string(c.seqlen_kv) + " d " + std::to_string(c.dim_qk) + "/" + std::to_string(c.dim_v));
+        SCOPED_TRACE("case " + std::to_string(n++) + ": " + core::name(c.dtype) + " sq " + std::to_string(c.seqlen_q) +
+                     " skv " + std::to_string(c.seqlen_kv) + " d " + std::to_string(c.dim_qk) + "/" +
+                     std::to_string(c.dim_v));
         check_forward(c);
         if (HasFatalFailure()) return;
     }
@@ -482,14 +517,16 @@ TEST_P(EachIsa, BatchInvariant) {
         part.k = whole.k, part.v = whole.v;
         for (int64_t h = 0; h < c.heads; ++h) {
             const int64_t dims = last * c.dim_qk;
-            std::copy_n(whole.q.begin() + (h * c.seqlen_q + c.seqlen_q - last) * c.dim_qk, dims, part.q.begin() + h * dims);
+            std::copy_n(whole.q.begin() + (h * c.seqlen_q + c.seqlen_q - last) * c.dim_qk, dims,
+                        part.q.begin() + h * dims);
         }
         part.run();
         for (int64_t h = 0; h < c.heads; ++h) {
             for (int64_t n = 0; n < last * c.dim_v; ++n) {
                 ASSERT_EQ(part.o[h * last * c.dim_v + n], whole.o[((h + 1) * c.seqlen_q - last) * c.dim_v + n]) << last;
             }
-            for (int64_t i = 0; i < last; ++i) ASSERT_EQ(part.lse[h * last + i], whole.lse[(h + 1) * c.seqlen_q - last + i]);
+            for (int64_t i = 0; i < last; ++i)
+                ASSERT_EQ(part.lse[h * last + i], whole.lse[(h + 1) * c.seqlen_q - last + i]);
         }
     }
 }

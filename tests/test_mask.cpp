@@ -112,7 +112,7 @@ void check(const World& w, const Meaning& meaning, Rng& rng, int64_t tight) {
 
 TEST(mask, bands_are_exact_at_any_size) {
     Rng rng(1);
-    for (int n = 0; n < 300; ++n) {
+    for (int n = 0; n < 200; ++n) {
         World w = random_world(rng, 300);
         w.p.causal = chance(rng, 0.3);
         if (chance(rng, 0.4)) w.p.window_left = draw(rng, 0, 100);
@@ -149,7 +149,7 @@ TEST(mask, every_kind_alone_is_exact_on_tiles) {
 
 TEST(mask, compositions_are_sound) {
     Rng rng(3);
-    for (int n = 0; n < 400; ++n) {
+    for (int n = 0; n < 300; ++n) {
         World w = random_world(rng, 260);
         if (chance(rng, 0.2)) w.p.causal = true;
         if (chance(rng, 0.2)) w.p.window_left = draw(rng, 0, 100);
@@ -458,7 +458,7 @@ TEST(mask, any_bytes_give_a_mask_or_an_error) {
     EXPECT_THROW(canonical_mask(wide + ")", p), Error);
     EXPECT_THROW(canonical_mask(std::string(size_t{1} << 20, ' '), p), Error);
     int accepted = 0;
-    for (int n = 0; n < 20000; ++n) {
+    for (int n = 0; n < 10000; ++n) {
         std::string text = seeds[static_cast<size_t>(draw(rng, 0, 2))];
         for (int64_t edits = draw(rng, 1, 6); edits > 0 && !text.empty(); --edits) {
             const size_t at = static_cast<size_t>(draw(rng, 0, static_cast<int64_t>(text.size()) - 1));

@@ -1,4 +1,5 @@
-// The kernels for AVX2, FMA and F16C. All other headers come before the room, which switches the target: simd_scalar.hpp.
+// The kernels for AVX2, FMA and F16C. All other headers come before the room, which switches the target:
+// simd_scalar.hpp.
 #if defined(__x86_64__)
 #include <cmath>
 #include <cstring>
@@ -26,4 +27,3 @@
 
 #include "kernels.inl"
 #endif
-

@@ -26,4 +26,3 @@
 
 #include "kernels.inl"
 #endif
-

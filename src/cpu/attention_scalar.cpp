@@ -1,4 +1,5 @@
-// The kernels for the baseline instruction set. All other headers come before the room, which switches the target: simd_scalar.hpp.
+// The kernels for the baseline instruction set. All other headers come before the room, which switches the target:
+// simd_scalar.hpp.
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -24,4 +25,3 @@
 #include "backward.inl"
 
 #include "kernels.inl"
-

@@ -12,8 +12,8 @@
 // whoever is free, and the states are merged afterwards, in order: the same merge that a block does on its own, so the
 // same bits.
 //
-// Pairs are worked on in waves, so that memory stays bounded: pack (parallel over tiles), work (parallel over blocks, or
-// blocks x segments; the last rows first, which under a causal mask are the longest), merge (parallel over blocks).
+// Pairs are worked on in waves, so that memory stays bounded: pack (parallel over tiles), work (parallel over blocks,
+// or blocks x segments; the last rows first, which under a causal mask are the longest), merge (parallel over blocks).
 //
 // Workspace, in closed form, all terms linear in lengths:
 //   packed   0 if group * max_q <= kTileM, else min(all, max(kWaveBytes, one)) with
@@ -68,7 +68,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 void tiles_of_head(const Call& call, const RowBlock& block, int64_t h, Range segments, std::vector<Tile>& out) {
     const int64_t kv_len = call.sequence(block.b).kv_len;
     const Range rows{block.i0, block.i0 + block.queries};
-    if (segments.begin == 0 && segments.end * kSegment >= kv_len) return call.mask->kv_tiles(block.b, h, rows, kTileN, out);
+    if (segments.begin == 0 && segments.end * kSegment >= kv_len) {
+        return call.mask->kv_tiles(block.b, h, rows, kTileN, out);
+    }
     for (int64_t segment = segments.begin; segment < segments.end; ++segment) {
         const Range keys{segment * kSegment, std::min((segment + 1) * kSegment, kv_len)};
         const TileClass whole = call.mask->classify(block.b, h, rows, keys);
@@ -123,10 +125,10 @@ enum class Way { direct, unpacked, packed };
 struct Pair {
     int64_t b, head_kv;
     Way way;
-    int64_t queries, heads;              // of a block, at most
+    int64_t queries, heads;  // of a block, at most
     int64_t query_blocks, head_blocks;
     int64_t tiles, segments;
-    bool split;                          // every segment on its own
+    bool split;                                         // every segment on its own
     int64_t tiles_before, items_before, merges_before;  // within the wave
     int64_t packed_at, partial_at, partial_stride;      // bytes within the wave's memory
 
@@ -137,7 +139,8 @@ struct Pair {
     // Blocks of a head from its last queries to its first.
     [[nodiscard]] RowBlock block(const Problem& p, int64_t index) const {
         const int64_t group = p.group(), q_len = p.sequences[static_cast<size_t>(b)].q_len;
-        const int64_t n = index % query_blocks, first = (query_blocks - 1 - n) * queries, head = index / query_blocks * heads;
+        const int64_t n = index % query_blocks, first = (query_blocks - 1 - n) * queries,
+                      head = index / query_blocks * heads;
         return {b, head_kv * group + head, first, static_cast<int>(std::min(heads, group - head)),
                 static_cast<int>(std::min(queries, q_len - first))};
     }
@@ -156,7 +159,8 @@ struct Sizes {
         const int64_t all_tiles = p.num_heads_kv * (p.packed_kv ? p.kv_rows / kTileN + p.batch : p.batch * tiles);
         packed = rows <= kTileM ? 0 : wave(all_tiles * tile, tiles * tile);
         // Up to kTileM rows are one block exactly; more are several, of heights that round up.
-        const int64_t segments = ceil_div(p.max_seqlen_kv, kSegment), split_rows = rows <= kTileM ? rows : kSplitBlocks * kTileM;
+        const int64_t segments = ceil_div(p.max_seqlen_kv, kSegment),
+                      split_rows = rows <= kTileM ? rows : kSplitBlocks * kTileM;
         const int64_t one = segments * (State<T>::bytes(p, split_rows) + kSplitBlocks * 64);
         partial = segments <= 1 ? 0 : wave(num_pairs * one, one);
         pairs = round_up(num_pairs * static_cast<int64_t>(sizeof(Pair)), 64);
@@ -188,7 +192,7 @@ Pair plan_pair(const Problem& p, int64_t b, int64_t head_kv) {
 }
 
 // The pair that holds item `index` of a running count.
-const Pair& pair_of(std::span<const Pair> pairs, int64_t index, int64_t Pair::*before) {
+const Pair& pair_of(std::span<const Pair> pairs, int64_t index, int64_t Pair::* before) {
     const auto after = std::upper_bound(pairs.begin(), pairs.end(), index,
                                         [&](int64_t n, const Pair& pair) { return n < pair.*before; });
     return *(after - 1);
@@ -206,7 +210,9 @@ void clear_unused_rows(const Problem& p, const ForwardArgs& args) {
                 for (int64_t d = 0; d < p.head_dim_v; ++d) {
                     core::store_float(args.o.data, args.o.dtype, at + d * args.o.dim_stride, 0);
                 }
-                if (args.lse) core::store_float(args.lse.data, args.lse.dtype, args.lse.offset(b, h, row), -core::kInfinity);
+                if (args.lse) {
+                    core::store_float(args.lse.data, args.lse.dtype, args.lse.offset(b, h, row), -core::kInfinity);
+                }
             }
         }
     };
@@ -262,16 +268,18 @@ void forward_of(const Call& call, const ForwardArgs& args, core::Workspace works
     const int64_t threads = max_threads();
     const Sizes<T> sizes(p, call.score_mod, threads);
     if (static_cast<int64_t>(workspace.bytes) < sizes.total()) {
-        core::refuse("workspace", std::to_string(workspace.bytes) + " bytes", "at least " + std::to_string(sizes.total()) + " bytes",
+        core::refuse("workspace", std::to_string(workspace.bytes) + " bytes",
+                     "at least " + std::to_string(sizes.total()) + " bytes",
                      "The number of threads must not grow between planning and running.");
     }
     const KernelsOf<T>& kernel = kernels(current_isa()).template of<T>();
     std::byte* const base = static_cast<std::byte*>(workspace.data);
     Pair* const pairs = reinterpret_cast<Pair*>(base + sizes.packed + sizes.partial);
-    const Memory memory{base, base + sizes.packed, base + sizes.packed + sizes.partial + sizes.pairs, sizes.scratch / threads};
+    const Memory memory{base, base + sizes.packed, base + sizes.packed + sizes.partial + sizes.pairs,
+                        sizes.scratch / threads};
 
     const int64_t num_pairs = p.batch * p.num_heads_kv;
-    for (int64_t next = 0; next < num_pairs; ) {
+    for (int64_t next = 0; next < num_pairs;) {
         int64_t count = 0, tiles = 0, items = 0, merges = 0, packed = 0, partial = 0;
         for (; next < num_pairs; ++next) {
             Pair pair = plan_pair<T>(p, next / p.num_heads_kv, next % p.num_heads_kv);
@@ -286,14 +294,16 @@ void forward_of(const Call& call, const ForwardArgs& args, core::Workspace works
             pairs[count++] = pair;
         }
         if (count > 0) run_wave<T>(call, args, kernel, {pairs, static_cast<size_t>(count)}, memory);
-        else if (next < num_pairs) throw core::Error(core::Status::internal, "cpu_tiled: a pair does not fit its workspace");
+        else if (next < num_pairs)
+            throw core::Error(core::Status::internal, "cpu_tiled: a pair does not fit its workspace");
     }
 }
 
 // The parsed score_mod of a problem; empty without one.
 std::optional<core::RowProgram> score_program(const Problem& p) {
     if (p.score_mod.empty()) return std::nullopt;
-    return core::RowProgram(core::Expr::parse(p.score_mod, core::Role::score_mod, p.arrays, static_cast<int>(p.scalars.size())));
+    return core::RowProgram(
+        core::Expr::parse(p.score_mod, core::Role::score_mod, p.arrays, static_cast<int>(p.scalars.size())));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -319,8 +329,8 @@ std::string explain(const Problem& p, core::Pass pass) {
         ways[static_cast<int>(pair.way)] += 1;
         split += pair.split;
     }
-    std::string text = std::string("  isa: ") + name(current_isa()) + ", " + std::to_string(max_threads()) + " threads (" +
-                       executor_name() + ")\n";
+    std::string text = std::string("  isa: ") + name(current_isa()) + ", " + std::to_string(max_threads()) +
+                       " threads (" + executor_name() + ")\n";
     text += "  tiles: " + std::to_string(kTileM) + " rows x " + std::to_string(kTileN) + " keys, segments of " +
             std::to_string(kSegment) + " keys\n";
     text += "  sequences: " + std::to_string(ways[2]) + " with packed K and V, " + std::to_string(ways[1]) +

@@ -1,5 +1,5 @@
-// cpu_tiled: the fused CPU kernels. This header is the door between the driver (cpu_tiled.cpp: shapes, memory, waves and
-// work items; compiled once) and the kernels (attention_<isa>.cpp: tiles; compiled once per instruction set).
+// cpu_tiled: the fused CPU kernels. This header is the door between the driver (cpu_tiled.cpp: shapes, memory, waves
+// and work items; compiled once) and the kernels (attention_<isa>.cpp: tiles; compiled once per instruction set).
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,8 @@ namespace tilewise::cpu {
 extern const core::Implementation kCpuTiled;
 
 // Keys per tile, query rows per block. Chosen by measurement (Zen 3, 32 KiB L1): 48 x 128 fp32 scores are 24 KiB, so
-// that the softmax finds them in L1, and the depth of P V amortises reading and writing the 48 x head_dim_v accumulator.
+// that the softmax finds them in L1, and the depth of P V amortises reading and writing the 48 x head_dim_v
+// accumulator.
 inline constexpr int kTileN = 128;
 inline constexpr int kTileM = 48;
 // Segments of this many keys, counted from key 0, are softmaxed on their own and merged in ascending order, in prefill
@@ -26,7 +27,8 @@ inline constexpr int kTileM = 48;
 inline constexpr int64_t kSegment = 1024;
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-// Row length of accumulators and packed rows: whole cache lines, whatever the ISA, so that memory does not depend on it.
+// Row length of accumulators and packed rows: whole cache lines, whatever the ISA, so that memory does not depend on
+// it.
 template <class T>
 constexpr int64_t padded(int64_t dim) {
     return round_up(dim, 64 / static_cast<int64_t>(sizeof(T)));
@@ -53,12 +55,13 @@ struct Call {
     // their order around; an extreme one would lose what the exponential relies on.
     [[nodiscard]] bool plain() const {
         const double scale = problem->softmax_scale;
-        return problem->softcap == 0 && !problem->bias && !problem->alibi_slopes && !score_mod && scale > 1e-25 && scale < 1e25;
+        return problem->softcap == 0 && !problem->bias && !problem->alibi_slopes && !score_mod && scale > 1e-25 &&
+               scale < 1e25;
     }
 };
 
-// Tiles of keys that a block of rows sees, within a range of segments, in ascending order. Valid until the thread's next
-// call.
+// Tiles of keys that a block of rows sees, within a range of segments, in ascending order. Valid until the thread's
+// next call.
 std::span<const core::Tile> visible_tiles(const Call& call, const RowBlock& block, core::Range segments);
 
 // One packed tile of kTileN keys: K by columns, V by rows (gemm.inl), and which rows of V are not finite.
@@ -117,7 +120,8 @@ struct ForwardScratch {
     KvTile<T> tile;
     std::byte* mod;  // of the score_mod evaluator
 
-    static int64_t carve(const core::Problem& p, const core::RowProgram* score_mod, std::byte* base, ForwardScratch* out) {
+    static int64_t carve(const core::Problem& p, const core::RowProgram* score_mod, std::byte* base,
+                         ForwardScratch* out) {
         int64_t used = 0;
         const auto take = [&](int64_t bytes) {
             std::byte* piece = base ? base + used : nullptr;
@@ -125,7 +129,8 @@ struct ForwardScratch {
             return piece;
         };
         constexpr int64_t kSize = sizeof(T);
-        std::byte* const q = take(std::max<int64_t>(p.head_dim_qk * kTileM, kDirectRows * padded<T>(p.head_dim_qk)) * kSize);
+        std::byte* const q =
+            take(std::max<int64_t>(p.head_dim_qk * kTileM, kDirectRows * padded<T>(p.head_dim_qk)) * kSize);
         std::byte* const s = take(int64_t{kTileM} * kTileN * kSize);
         std::byte* const scale = take(kTileM * kSize);
         std::byte* const bytes = take(kTileN);
@@ -135,15 +140,9 @@ struct ForwardScratch {
         std::byte* const tile = take(KvTile<T>::bytes(p));
         std::byte* const mod = take(score_mod ? score_mod->scratch_bytes(kTileN, sizeof(T)) : 0);
         if (out) {
-            *out = {reinterpret_cast<T*>(q),
-                    reinterpret_cast<T*>(s),
-                    reinterpret_cast<T*>(scale),
-                    reinterpret_cast<uint8_t*>(bytes),
-                    reinterpret_cast<uint8_t*>(seen),
-                    State<T>::at(run, kTileM),
-                    State<T>::at(segment, kTileM),
-                    KvTile<T>::at(tile, p),
-                    mod};
+            *out = {reinterpret_cast<T*>(q),           reinterpret_cast<T*>(s),          reinterpret_cast<T*>(scale),
+                    reinterpret_cast<uint8_t*>(bytes), reinterpret_cast<uint8_t*>(seen), State<T>::at(run, kTileM),
+                    State<T>::at(segment, kTileM),     KvTile<T>::at(tile, p),           mod};
         }
         return used;
     }
@@ -158,8 +157,8 @@ struct KernelsOf {
     void (*merge_partials)(const Call& call, const core::ForwardArgs& args, const RowBlock& block, std::byte* partials,
                            int64_t count, int64_t stride);
 
-    // For tests. C [m][kTileN] = A * B for n, k <= kTileN; A is [k][m] if by_columns, else [m][kTileN]; B [k][n]; scratch
-    // holds kTileN * kTileN elements. Functions: 0 = 2^x, 1 = tanh; n is a multiple of 16.
+    // For tests. C [m][kTileN] = A * B for n, k <= kTileN; A is [k][m] if by_columns, else [m][kTileN]; B [k][n];
+    // scratch holds kTileN * kTileN elements. Functions: 0 = 2^x, 1 = tanh; n is a multiple of 16.
     void (*test_multiply)(const T* a, bool by_columns, const T* b, T* c, int64_t m, int64_t n, int64_t k, T* scratch);
     void (*test_function)(int which, const T* x, T* out, int64_t n);
 };
@@ -181,8 +180,14 @@ struct Kernels {
 };
 const Kernels& kernels(Isa isa);
 
-namespace scalar { extern const Kernels kKernels; }
-namespace avx2 { extern const Kernels kKernels; }
-namespace avx512 { extern const Kernels kKernels; }
+namespace scalar {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
 
 }  // namespace tilewise::cpu

@@ -8,16 +8,16 @@
 //     merge the segment into the state of those before it              (m, l, o) + (m, l, o)
 //   o / l, lse = m + ln l, with the sink
 //
-// One arithmetic. A tile's contribution depends only on the row's q and the keys and values it sees: a key that it does not
-// see adds exp(-inf) = 0 to sums that run in key order from the start of the tile, a tile that it does not see multiplies
-// by a = 1 and adds 0, and an empty segment is an exact identity of the merge. So bits do not depend on tiles skipped,
-// on the other rows of the block, on padding, or on who computed a segment: prefill goes through all segments of a row,
-// decode gives every segment to another thread and merges the same states in the same order. (`direct` items, a few rows
-// without batch_invariant, have an arithmetic of their own, as fixed.)
+// One arithmetic. A tile's contribution depends only on the row's q and the keys and values it sees: a key that it does
+// not see adds exp(-inf) = 0 to sums that run in key order from the start of the tile, a tile that it does not see
+// multiplies by a = 1 and adds 0, and an empty segment is an exact identity of the merge. So bits do not depend on
+// tiles skipped, on the other rows of the block, on padding, or on who computed a segment: prefill goes through all
+// segments of a row, decode gives every segment to another thread and merges the same states in the same order.
+// (`direct` items, a few rows without batch_invariant, have an arithmetic of their own, as fixed.)
 //
 // Odd values. The row maximum ignores NaN, so a NaN or +inf score makes its own p, and through l its own row, NaN, and
-// no other row. While a row has seen nothing, m = -inf, and 0 is subtracted instead of it. Rows of V that are not finite
-// are 0 in the packed copy; where such a key is visible, p * v is added element by element after the product.
+// no other row. While a row has seen nothing, m = -inf, and 0 is subtracted instead of it. Rows of V that are not
+// finite are 0 in the packed copy; where such a key is visible, p * v is added element by element after the product.
 #pragma once
 
 namespace tilewise::cpu::TILEWISE_ISA {
@@ -53,7 +53,8 @@ void merge(const State<T>& into, const State<T>& from, int rows, int64_t row_len
         const T a = exp_difference(into.m[r], m, factor), b = exp_difference(from.m[r], m, factor);
         into.m[r] = m;
         into.l[r] = into.l[r] * a + from.l[r] * b;
-        for (int64_t d = 0; d < row_length; d += n) store<T>(o + d, fma(load(o + d), splat(a), load(other + d) * splat(b)));
+        for (int64_t d = 0; d < row_length; d += n)
+            store<T>(o + d, fma(load(o + d), splat(a), load(other + d) * splat(b)));
     }
 }
 
@@ -128,7 +129,8 @@ void note_hot(const uint8_t* hot, const Extent& e, int rows, const T* s, uint8_t
 }
 
 template <class T>
-void add_hot(const Source& v, int64_t dim, const uint8_t* hot, const Extent& e, int rows, const T* s, const uint8_t* seen, T* o) {
+void add_hot(const Source& v, int64_t dim, const uint8_t* hot, const Extent& e, int rows, const T* s,
+             const uint8_t* seen, T* o) {
     const int64_t row_length = padded<T>(dim);
     with_reader<T>(v.dtype, [&](auto reader) {
         using Reader = decltype(reader);
@@ -196,15 +198,15 @@ void direct_scores(const Source& k, int64_t dim, const T* q, Range keys, T* s) {
     for (; key < keys.end; ++key) dots(key, std::integral_constant<int, 1>{});
 }
 
-// o = o * scale + p V (o = p V if `first`). A first attempt adds hidden keys as 0 * v; if the sum is not finite, a second
-// one leaves them out: x holds the scores, -inf where hidden.
+// o = o * scale + p V (o = p V if `first`). A first attempt adds hidden keys as 0 * v; if the sum is not finite, a
+// second one leaves them out: x holds the scores, -inf where hidden.
 template <class T, class Reader, int kRows>
 void direct_output(const Source& v, int64_t dim, Range keys, const T* p, const T* x, bool first, const T* scale, T* o) {
     constexpr int n = kLanes<T>;
     const int64_t row_length = padded<T>(dim), whole = v.dim_stride == 1 ? dim / n * n : 0;
     const auto columns = [&]<int kColumns, bool kWhole, bool kCareful>(int64_t d, std::integral_constant<int, kColumns>,
-                                                                        std::bool_constant<kWhole>,
-                                                                        std::bool_constant<kCareful>) {
+                                                                       std::bool_constant<kWhole>,
+                                                                       std::bool_constant<kCareful>) {
         Vec<T> sum[kRows][kColumns];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
@@ -249,10 +251,14 @@ void direct_output(const Source& v, int64_t dim, Range keys, const T* p, const T
     constexpr std::integral_constant<int, 1> kOne{};
     int64_t d = 0;
     for (; d + kWide * n <= whole; d += kWide * n) {
-        if (!columns(d, kSeveral, std::true_type{}, std::false_type{})) columns(d, kSeveral, std::true_type{}, std::true_type{});
+        if (!columns(d, kSeveral, std::true_type{}, std::false_type{})) {
+            columns(d, kSeveral, std::true_type{}, std::true_type{});
+        }
     }
     for (; d < dim; d += n) {
-        if (!columns(d, kOne, std::false_type{}, std::false_type{})) columns(d, kOne, std::false_type{}, std::true_type{});
+        if (!columns(d, kOne, std::false_type{}, std::false_type{})) {
+            columns(d, kOne, std::false_type{}, std::true_type{});
+        }
     }
 }
 
@@ -290,7 +296,8 @@ void load_queries(const Call& call, const ForwardItem& item, T* q) {
             for (int64_t d = 0; d < p.head_dim_qk; d += kLanes<T>) {
                 const Vec<T> x = read<T, Reader>(source, 0, d, p.head_dim_qk);
                 if (item.direct) store<T>(q + r * q_length + d, x);
-                else for (int n = 0; n < kLanes<T> && d + n < p.head_dim_qk; ++n) q[(d + n) * kTileM + r] = x[n];
+                else
+                    for (int n = 0; n < kLanes<T> && d + n < p.head_dim_qk; ++n) q[(d + n) * kTileM + r] = x[n];
             }
         });
     }
@@ -373,12 +380,12 @@ void forward_block(const Call& call, const core::ForwardArgs& args, const Forwar
 }
 
 template <class T>
-void merge_partials(const Call& call, const core::ForwardArgs& args, const RowBlock& block, std::byte* partials, int64_t count,
-                    int64_t stride) {
+void merge_partials(const Call& call, const core::ForwardArgs& args, const RowBlock& block, std::byte* partials,
+                    int64_t count, int64_t stride) {
     const State<T> total = State<T>::at(partials, block.rows());
     for (int64_t n = 1; n < count; ++n) {
-        merge(total, State<T>::at(partials + n * stride, block.rows()), block.rows(), padded<T>(call.problem->head_dim_v),
-              score_factor<T>(call));
+        merge(total, State<T>::at(partials + n * stride, block.rows()), block.rows(),
+              padded<T>(call.problem->head_dim_v), score_factor<T>(call));
     }
     finish(call, args, block, total);
 }

@@ -7,11 +7,12 @@
 //              dK += dS^T Q   A = dS by columns   B = Q panels   (pack_rows)
 //              dQ += dS K     A = dS by rows      B = K panels   (pack_rows)
 //
-// The micro-kernel keeps a kTileRows x kTileVectors block of C in registers and walks down K: per step kTileVectors loads
-// of B, kTileRows broadcasts of A and kTileRows * kTileVectors FMAs. It is FMA-bound if the loads hit L1 or stream from
-// L2, which the layouts see to:
+// The micro-kernel keeps a kTileRows x kTileVectors block of C in registers and walks down K: per step kTileVectors
+// loads of B, kTileRows broadcasts of A and kTileRows * kTileVectors FMAs. It is FMA-bound if the loads hit L1 or
+// stream from L2, which the layouts see to:
 //
-//   B panels   kPanel = kTileVectors vectors wide, [panel][k][kPanel]: a micro-kernel reads one panel front to back, and
+//   B panels   kPanel = kTileVectors vectors wide, [panel][k][kPanel]: a micro-kernel reads one panel front to back,
+//   and
 //              a panel (K * kPanel * 4 bytes, 8 KiB for K = 128) stays in L1 while all row blocks of A pass. If N is an
 //              odd number of vectors, the last panel is one vector wide.
 //   A          by columns: element (m, k) at a[k * lda + m], so that the broadcasts of a step are neighbours;
@@ -20,8 +21,8 @@
 //   C          row-major with stride ldc.
 //
 // Bits: element (m, n) is a chain of FMAs from 0 in the order of k, then one epilogue operation, whatever M, the split
-// of M into blocks and the panel it lies in. So a row's result does not depend on its neighbours, and leaving out k with
-// a zero in A changes nothing.
+// of M into blocks and the panel it lies in. So a row's result does not depend on its neighbours, and leaving out k
+// with a zero in A changes nothing.
 #pragma once
 
 namespace tilewise::cpu::TILEWISE_ISA {

@@ -1,5 +1,5 @@
-// The ISA room for AVX2 + FMA + F16C (Haswell, Zen and later). What a room is: simd_scalar.hpp. Include this after every
-// other header: the rest of the file is compiled for this instruction set.
+// The ISA room for AVX2 + FMA + F16C (Haswell, Zen and later). What a room is: simd_scalar.hpp. Include this after
+// every other header: the rest of the file is compiled for this instruction set.
 #pragma once
 
 #include <immintrin.h>

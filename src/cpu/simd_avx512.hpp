@@ -9,7 +9,8 @@
 #define TILEWISE_ISA avx512
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #endif
@@ -17,8 +18,8 @@
 namespace tilewise::cpu::avx512 {
 
 inline constexpr int kVectorBytes = 64;
-// Of 32 registers: 24 accumulators, 2 vectors of B; the broadcast of A is a memory operand of the FMA. 12 divides the
-// 48 rows of a query tile; 14 x 2 would not and gains nothing, as 24 FMAs already cover latency 4 x 2 per clock.
+// Of 32 registers: 24 accumulators, 2 vectors of B, 1 broadcast. 12 divides the 48 rows of a block; 14 x 2 would not,
+// and 24 independent FMAs already cover latency 4 x 2 per clock.
 inline constexpr int kTileRows = 12, kTileVectors = 2;
 
 typedef float f32v __attribute__((vector_size(64)));
@@ -47,7 +48,8 @@ inline constexpr __mmask8 kAll8 = 0xff;
     return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(kAll16, wide, 16));
 }
 [[gnu::always_inline]] inline void store_half(uint16_t* p, f32v v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(kAll16, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_maskz_cvtps_ph(kAll16, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 [[gnu::always_inline]] inline void store_bfloat(uint16_t* p, f32v v) {
     const __m512i bits = _mm512_castps_si512(v);

@@ -1,7 +1,7 @@
 // The ISA room for every CPU: 128-bit vectors that the compiler lowers to whatever there is (SSE2, NEON, plain code).
 //
-// What a room is: the namespace in which the .inl files of this directory are compiled once more, and the few things that
-// differ between instruction sets. All rooms define the same names:
+// What a room is: the namespace in which the .inl files of this directory are compiled once more, and the few things
+// that differ between instruction sets. All rooms define the same names:
 //
 //   TILEWISE_ISA                    name of the namespace
 //   kVectorBytes                    width of a vector
@@ -48,7 +48,8 @@ typedef int64_t i64v __attribute__((vector_size(16)));
 [[gnu::always_inline]] inline f64v smaller(f64v a, f64v b) { return a < b ? a : b; }
 
 inline f32v load_half(const uint16_t* p) {
-    return f32v{core::half_to_float(p[0]), core::half_to_float(p[1]), core::half_to_float(p[2]), core::half_to_float(p[3])};
+    return f32v{core::half_to_float(p[0]), core::half_to_float(p[1]), core::half_to_float(p[2]),
+                core::half_to_float(p[3])};
 }
 inline f32v load_bfloat(const uint16_t* p) {
     return f32v{core::bfloat_to_float(p[0]), core::bfloat_to_float(p[1]), core::bfloat_to_float(p[2]),

@@ -2,9 +2,10 @@
 // the mask, and the exponential. A tile is a block of at most kTileM query rows against kTileN keys; its scores s are
 // row-major, [kTileM][kTileN], and are transformed in place.
 //
-// Cost per tile of M rows, N keys: 2 M N head_dim_qk FLOP for the scores, of which a causal or window mask computes only
-// the panels that some row sees; then one pass over s that finds the row maximum and one that takes the exponential,
-// both while the row is in L1. Options (softcap, bias, ALiBi, score_mod) add passes over the row and nothing when absent.
+// Cost per tile of M rows, N keys: 2 M N head_dim_qk FLOP for the scores, of which a causal or window mask computes
+// only the panels that some row sees; then one pass over s that finds the row maximum and one that takes the
+// exponential, both while the row is in L1. Options (softcap, bias, ALiBi, score_mod) add passes over the row and
+// nothing when absent.
 #pragma once
 
 namespace tilewise::cpu::TILEWISE_ISA {
@@ -58,7 +59,8 @@ template <class T, class Reader>
 [[gnu::noinline]] Vec<T> read_slowly(const Source& s, int64_t at, int64_t count) {
     using Element = typename Reader::Element;
     Element lane[kLanes<T>] = {};
-    for (int64_t n = 0; n < kLanes<T> && n < count; ++n) lane[n] = static_cast<const Element*>(s.data)[at + n * s.dim_stride];
+    for (int64_t n = 0; n < kLanes<T> && n < count; ++n)
+        lane[n] = static_cast<const Element*>(s.data)[at + n * s.dim_stride];
     return Reader::vector(lane, 0);
 }
 
@@ -66,7 +68,8 @@ template <class T, class Reader>
 template <class T, class Reader>
 [[gnu::always_inline]] inline Vec<T> read(const Source& s, int64_t r, int64_t d, int64_t dim) {
     const int64_t at = s.origin + r * s.row_stride + d * s.dim_stride;
-    if (s.dim_stride == 1 && d + kLanes<T> <= dim) [[likely]] return Reader::vector(s.data, at);
+    if (s.dim_stride == 1 && d + kLanes<T> <= dim) [[likely]]
+        return Reader::vector(s.data, at);
     return read_slowly<T, Reader>(s, at, dim - d);
 }
 
@@ -221,14 +224,16 @@ void find_extent(const Call& call, const RowBlock& block, Range j, core::TileCla
     e.end = static_cast<int>(round_up(all.end, kPanel<T>));
 }
 
-// s = A B^T over the extent: A by columns with lda = kTileM, B packed by columns. Used for Q K^T and dO V^T. Each panel is
-// computed from the first to the last row that sees any of it.
+// s = A B^T over the extent: A by columns with lda = kTileM, B packed by columns. Used for Q K^T and dO V^T. Each panel
+// is computed from the first to the last row that sees any of it.
 template <class T>
 void multiply_extent(const T* a, const T* b, int64_t dim, const Extent& e, int rows, T* s) {
     for (int column = e.begin; column < e.end; column += kPanel<T>) {
         int first = 0, last = rows;
         if (e.band) {
-            const auto sees = [&](int r) { return e.lo[r] < column + kPanel<T> && e.hi[r] > column && e.lo[r] < e.hi[r]; };
+            const auto sees = [&](int r) {
+                return e.lo[r] < column + kPanel<T> && e.hi[r] > column && e.lo[r] < e.hi[r];
+            };
             while (first < last && !sees(first)) ++first;
             while (last > first && !sees(last - 1)) --last;
         }
@@ -237,16 +242,17 @@ void multiply_extent(const T* a, const T* b, int64_t dim, const Extent& e, int r
     }
 }
 
-// c (+)= s * B over the extent, row block by row block: B packed by rows. Used for P V and dS K. Left-out columns hold 0
-// in s, so leaving them out changes no bits.
+// c (+)= s * B over the extent, row block by row block: B packed by rows. Used for P V and dS K. Left-out columns hold
+// 0 in s, so leaving them out changes no bits.
 template <class T>
 void multiply_rows(const T* s, const Panels<T>& b, const Extent& e, int rows, T* c, int64_t ldc, Epilogue epilogue,
                    const T* scale = nullptr) {
-    for (int first = 0; first < rows; ) {
+    for (int first = 0; first < rows;) {
         // Full height where all columns are used anyway; otherwise a register tile at a time follows the band's edge.
         int last = first + kTileRows < rows ? first + kTileRows : rows;
         const Range k = e.columns(first, last);
-        while (last < rows && e.columns(last, last + 1).begin == k.begin && e.columns(last, last + 1).end == k.end) ++last;
+        while (last < rows && e.columns(last, last + 1).begin == k.begin && e.columns(last, last + 1).end == k.end)
+            ++last;
         multiply<T, Order::by_rows>(s, 0, {first, last}, b, k, c, ldc, epilogue, scale);
         first = last;
     }
@@ -258,8 +264,8 @@ void multiply_rows(const T* s, const Panels<T>& b, const Extent& e, int rows, T*
 // What one thread needs to finish scores.
 template <class T>
 struct ScoreScratch {
-    uint8_t* bytes;                // [kTileN]
-    core::RowEvaluator<T>* mod;    // null: no score_mod
+    uint8_t* bytes;              // [kTileN]
+    core::RowEvaluator<T>* mod;  // null: no score_mod
 };
 
 // Intermediate values that the derivative needs, as tiles [kTileM][kTileN]; null: not kept.
@@ -282,8 +288,8 @@ inline core::ExprContext context_of(const Call& call, int64_t b, int64_t h) {
 
 // Row (b, h, i) against keys j: raw dot products in x become scores, but for the mask.
 template <class T>
-void score_row(const Call& call, int64_t b, int64_t h, int64_t i, Range j, T* x, const ScoreScratch<T>& scratch, T* capped,
-               T* mod_input) {
+void score_row(const Call& call, int64_t b, int64_t h, int64_t i, Range j, T* x, const ScoreScratch<T>& scratch,
+               T* capped, T* mod_input) {
     constexpr int n = kLanes<T>;
     const core::Problem& p = *call.problem;
     const int64_t keys = j.size();
@@ -302,10 +308,12 @@ void score_row(const Call& call, int64_t b, int64_t h, int64_t i, Range j, T* x,
             const Source source{g.data, g.dtype, at, 0, g.stride[3]};
             with_reader<T>(g.dtype, [&](auto reader) {
                 using Reader = decltype(reader);
-                for (int64_t k = 0; k < keys; k += n) store<T>(x + k, load(x + k) + read<T, Reader>(source, 0, k, keys));
+                for (int64_t k = 0; k < keys; k += n)
+                    store<T>(x + k, load(x + k) + read<T, Reader>(source, 0, k, keys));
             });
         } else {
-            for (int64_t k = 0; k < keys; ++k) x[k] += static_cast<T>(core::load_float(g.data, g.dtype, at + k * g.stride[3]));
+            for (int64_t k = 0; k < keys; ++k)
+                x[k] += static_cast<T>(core::load_float(g.data, g.dtype, at + k * g.stride[3]));
         }
     }
     if (p.alibi_slopes) {
@@ -331,8 +339,8 @@ void score_row(const Call& call, int64_t b, int64_t h, int64_t i, Range j, T* x,
 // Finishes the raw products of a tile: options, then -inf on everything hidden, by selection, so that whatever an
 // unseen key produced is gone. Afterwards columns [e.begin, e.end) of every row are defined.
 template <class T>
-void finish_scores(const Call& call, const RowBlock& block, Range j, const Extent& e, T* s, const ScoreScratch<T>& scratch,
-                   const ScoreTrace<T>& trace = {}) {
+void finish_scores(const Call& call, const RowBlock& block, Range j, const Extent& e, T* s,
+                   const ScoreScratch<T>& scratch, const ScoreTrace<T>& trace = {}) {
     const bool plain = call.plain();
     for (int r = 0; r < block.rows(); ++r) {
         T* const x = s + r * kTileN;
@@ -355,9 +363,9 @@ void finish_scores(const Call& call, const RowBlock& block, Range j, const Exten
 // ---------------------------------------------------------------------------------------------------------------------
 // Softmax
 
-// exp(x - shift) is 2^((x - shift) * factor): factor = log2 e for finished scores, and with log2 e * scale the raw products
-// of a plain call need no pass of their own. The subtraction comes first, so that the maximum itself gives exactly 1 and
-// scores near the end of the float range do not overflow.
+// exp(x - shift) is 2^((x - shift) * factor): factor = log2 e for finished scores, and with log2 e * scale the raw
+// products of a plain call need no pass of their own. The subtraction comes first, so that the maximum itself gives
+// exactly 1 and scores near the end of the float range do not overflow.
 template <class T>
 inline T score_factor(const Call& call) {
     return static_cast<T>(call.plain() ? call.problem->softmax_scale * kLog2E : kLog2E);
@@ -377,8 +385,9 @@ inline T row_max(const T* x, int begin, int end) {
     return max_of<T>(larger(even, odd));
 }
 
-// x = 2^((x - shift) * factor) over [begin, end), whole panels; returns the sum. Hidden keys (-inf) give exactly 0 as long
-// as shift is not -inf. Every place in a panel has its own sum in the order of k, so bits do not depend on begin and end.
+// x = 2^((x - shift) * factor) over [begin, end), whole panels; returns the sum. Hidden keys (-inf) give exactly 0 as
+// long as shift is not -inf. Every place in a panel has its own sum in the order of k, so bits do not depend on begin
+// and end.
 template <class T>
 inline T exp_row(T* x, int begin, int end, T shift, T factor) {
     constexpr int n = kLanes<T>;
@@ -400,8 +409,8 @@ void drop_tile(const Call& call, const RowBlock& block, Range j, const Extent& e
     for (int r = 0; r < block.rows(); ++r) {
         T* const x = s + r * kTileN;
         const int lo = e.lo[r], hi = e.hi[r];
-        core::dropout_row(p.seed, p.offset, block.b * p.num_heads_q + block.head(r), block.query(r), {j.begin + lo, j.begin + hi},
-                          p.dropout_threshold, bytes);
+        core::dropout_row(p.seed, p.offset, block.b * p.num_heads_q + block.head(r), block.query(r),
+                          {j.begin + lo, j.begin + hi}, p.dropout_threshold, bytes);
         for (int k = lo; k < hi; ++k) x[k] = bytes[k - lo] ? x[k] : T{0};
     }
 }

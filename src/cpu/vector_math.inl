@@ -80,9 +80,9 @@ template <class T, int... kLane>
 }
 
 // 2^t = 2^n * 2^r with n = round(t), |r| <= 1/2 (Cody and Waite; base 2 makes t - n exact, so no split of ln 2 is
-// needed). 2^r = 1 + r * q(r) with q minimax (Remez): relative error 2.6e-9 (float), 1.8e-17 (double); measured over all
-// floats: below 1 ulp. Adding 1.5 * 2^(mantissa bits) rounds t to an integer and leaves n + bias in the low bits of the
-// sum; shifted into the exponent field that is 2^n, with n = -bias giving 0 and n = bias + 1 giving infinity.
+// needed). 2^r = 1 + r * q(r) with q minimax (Remez): relative error 2.6e-9 (float), 1.8e-17 (double); measured over
+// all floats: below 1 ulp. Adding 1.5 * 2^(mantissa bits) rounds t to an integer and leaves n + bias in the low bits of
+// the sum; shifted into the exponent field that is 2^n, with n = -bias giving 0 and n = bias + 1 giving infinity.
 //
 // Guaranteed: 2^0 = 1 and 2^-inf = 0 exactly, NaN stays NaN. Results below 2^-126.5 (2^-1022.5) are 0 and above 2^127.5
 // (2^1023.5) infinity: what underflows here is invisible next to the 1 of the row maximum.
@@ -100,9 +100,9 @@ struct Exp2<double> {
     static constexpr double kRound = 0x1.8p52 + 1023.0, kLow = -1023.0, kHigh = 1024.0;
     static constexpr int kMantissa = 52, kTerms = 11;
     static constexpr double kTerm[kTerms] = {
-        4.078071929588336665e-10,    7.0725704128144235096e-9,    1.0180647659234138888e-7,  1.3215442675329822143e-6,
-        0.000015252727385193868197,  0.0001540353044157213033,    0.0013333558153439964747,  0.0096181291076070023796,
-        0.055504108664790394552,     0.24022650695910098007,      0.69314718055994569675};
+        4.078071929588336665e-10,   7.0725704128144235096e-9, 1.0180647659234138888e-7, 1.3215442675329822143e-6,
+        0.000015252727385193868197, 0.0001540353044157213033, 0.0013333558153439964747, 0.0096181291076070023796,
+        0.055504108664790394552,    0.24022650695910098007,   0.69314718055994569675};
 };
 
 // 2^r * 2^n with n + bias in the low bits of `shifted`.
@@ -124,8 +124,8 @@ template <class T>
     return exp2_from<T>(t - (shifted - splat(C::kRound)), shifted);
 }
 
-// 2^(d * factor) for d <= 0 and factor of ordinary size (2^+-100): the inner loop of the softmax, two operations shorter.
-// The product is never rounded on its own, so it is a little more exact as well.
+// 2^(d * factor) for d <= 0 and factor of ordinary size (2^+-100): the inner loop of the softmax, two operations
+// shorter. The product is never rounded on its own, so it is a little more exact as well.
 template <class T>
 struct Exp2Scaled {
     Vec<T> factor, low;

@@ -168,7 +168,13 @@ def assert_close(x, ref, tolerance=1e-9, label=""):
     assert error <= tolerance * (1 + size), f"{label}: error {error:.3g}, size {size:.3g}"
 
 
-def assert_accurate(x, ref, std, dtype, factor=2.0, label=""):
+def slack(f):
+    """What one rounding of the largest float32 score does to the output. Small samples can be lucky in `std`."""
+    scores = np.abs(np.where(np.isfinite(f.x), f.x, 0)).max(initial=1)
+    return 2.0**-23 * scores * np.abs(np.where(np.isfinite(f.vv), f.vv, 0)).max(initial=0)
+
+
+def assert_accurate(x, ref, std, dtype, factor=2.0, label="", slack=1e-7):
     """max|x - ref| <= factor * max|std - ref| + 2 * max|round(ref) - ref|, the rule of the project."""
     if dtype == "float64":
         return assert_close(x, ref, 1e-11, label)
@@ -177,6 +183,6 @@ def assert_accurate(x, ref, std, dtype, factor=2.0, label=""):
     rounding = np.abs(half(dtype)(clean.astype(np.float32)).astype(np.float64) - clean).max(initial=0)
     plain = np.abs(np.where(finite, std, 0) - clean).max(initial=0)
     error = worst(x, ref)
-    limit = factor * plain + 2 * rounding + 1e-7
+    limit = factor * plain + 2 * rounding + slack
     assert error <= limit, f"{label}: error {error:.3g}, allowed {limit:.3g}"
     return None

@@ -7,13 +7,18 @@ import os
 import formula
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import tilewise
 from tilewise import masks
 
-SETTINGS = settings(max_examples=int(os.environ.get("TILEWISE_EXAMPLES", "40")), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SETTINGS = settings(
+    max_examples=int(os.environ.get("TILEWISE_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking arrays takes minutes and says little
+)
 
 KINDS = ["numpy"]
 try:
@@ -115,7 +120,7 @@ def test_forward(problem):
     o, lse = tilewise.attention(*qkv, return_lse=True, **options)
     assert type(o) is type(qkv[0]) and o.dtype == qkv[0].dtype
     got = host(o).astype(np.float64)
-    formula.assert_accurate(got if layout == "bshd" else got.swapaxes(1, 2), ref.o, std.o, dtype, label="o")
+    formula.assert_accurate(got if layout == "bshd" else got.swapaxes(1, 2), ref.o, std.o, dtype, label="o", slack=formula.slack(ref))
     size = 1 + np.abs(np.where(np.isfinite(ref.lse), ref.lse, 0)).max(initial=0)
     plain_error = formula.worst(std.lse, ref.lse)
     error = formula.worst(host(lse), ref.lse)
