@@ -266,7 +266,7 @@ struct Trial {
                                 int64_t heads, int64_t rows, int64_t dim) {
         const int64_t step = c.strided ? 2 : 1, space = std::max<int64_t>(dim, 1);
         tilewise_tensor t{};
-        bytes.assign(static_cast<size_t>(c.batch * heads * rows * dim * step * core::size_of(c.dtype) + 64), 0xff);
+        bytes.assign(static_cast<size_t>(c.batch * heads * rows * dim * step * core::size_of(c.dtype)), 0xff);
         t.data = bytes.data();
         t.dtype = static_cast<int32_t>(c.dtype);
         t.rank = 4;

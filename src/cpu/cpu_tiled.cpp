@@ -203,21 +203,27 @@ const Pair& pair_of(std::span<const Pair> pairs, int64_t index, int64_t Pair::* 
 
 // Query rows that no sequence uses: o = 0, lse = -inf.
 void clear_unused_rows(const Problem& p, const ForwardArgs& args) {
-    const auto clear = [&](int64_t b, Range rows) {
-        for (int64_t row = rows.begin; row < rows.end; ++row) {
-            for (int64_t h = 0; h < p.num_heads_q; ++h) {
-                const int64_t at = args.o.offset(b, row, h);
-                for (int64_t d = 0; d < p.head_dim_v; ++d) {
-                    core::store_float(args.o.data, args.o.dtype, at + d * args.o.dim_stride, 0);
-                }
-                if (args.lse) {
-                    core::store_float(args.lse.data, args.lse.dtype, args.lse.offset(b, h, row), -core::kInfinity);
-                }
+    const auto clear_row = [&](int64_t b, int64_t row) {
+        for (int64_t h = 0; h < p.num_heads_q; ++h) {
+            const int64_t width = core::size_of(args.o.dtype);
+            std::byte* const o = static_cast<std::byte*>(args.o.data) + args.o.offset(b, row, h) * width;
+            if (args.o.dim_stride == 1 && p.head_dim_v > 0) {  // zero is all bits zero in every dtype
+                std::memset(o, 0, static_cast<size_t>(p.head_dim_v * width));
+            } else {
+                for (int64_t d = 0; d < p.head_dim_v; ++d) core::store_float(o, args.o.dtype, d * args.o.dim_stride, 0);
             }
+            if (!args.lse) continue;
+            core::store_float(args.lse.data, args.lse.dtype, args.lse.offset(b, h, row), -core::kInfinity);
         }
     };
     for (int64_t b = 0; b < (p.packed_q ? 1 : p.batch); ++b) {
-        for (const Range& rows : core::unused_q_rows(p, b)) clear(b, rows);
+        for (const Range& rows : core::unused_q_rows(p, b)) {
+            if (rows.size() * p.num_heads_q * p.head_dim_v > int64_t{1} << 18) {
+                parallel_for(rows.size(), [&](int64_t n, int) { clear_row(b, rows.begin + n); });
+            } else {
+                for (int64_t row = rows.begin; row < rows.end; ++row) clear_row(b, row);
+            }
+        }
     }
 }
 

@@ -72,9 +72,11 @@ void finish(const Call& call, const core::ForwardArgs& args, const RowBlock& blo
         double l = static_cast<double>(state.l[r]), share = 1;
         if (p.sinks) {
             const double sink = p.sink(h);
-            const double top = sink > m ? sink : m;
-            if (top != -__builtin_inf()) {
-                share = empty ? 0 : __builtin_exp(m - top);
+            if (empty) {
+                m = sink, l = 1;
+            } else {
+                const double top = sink > m ? sink : m;
+                share = __builtin_exp(m - top);
                 l = l * share + __builtin_exp(sink - top);
                 m = top;
             }
@@ -86,7 +88,7 @@ void finish(const Call& call, const core::ForwardArgs& args, const RowBlock& blo
             write<T>(args.o, at, d, dim, o);
         }
         if (!args.lse) continue;
-        const double lse = l == 0 ? -__builtin_inf() : m + __builtin_log(l);
+        const double lse = l == 0 ? m : m + __builtin_log(l);
         static_cast<T*>(args.lse.data)[args.lse.offset(block.b, h, row)] = static_cast<T>(lse);
     }
 }
@@ -161,8 +163,19 @@ void pack_tile(const Call& call, int64_t b, int64_t head_kv, int64_t j0, const K
 // ---------------------------------------------------------------------------------------------------------------------
 // Products without packing, for at most kDirectRows rows: every row of K and V is read once, where it lies.
 
+// Asks for a row ahead of its use. Rows of one head often lie 4 KiB apart, where the hardware does not look ahead; the
+// address may be past the end, as a prefetch never faults.
+inline void prefetch_row(const Source& source, int64_t r, int64_t dim) {
+    if (source.dim_stride != 1) return;
+    const int64_t width = core::size_of(source.dtype);
+    const char* const row = static_cast<const char*>(source.data) + (source.origin + r * source.row_stride) * width;
+    for (int64_t byte = 0; byte < dim * width; byte += 64) __builtin_prefetch(row + byte);
+}
+inline constexpr int64_t kPrefetchKeys = 8;  // twice the widest group: the next two are always under way
+
+// Also asks for the rows of V, which direct_output reads next.
 template <class T, class Reader, int kRows>
-void direct_scores(const Source& k, int64_t dim, const T* q, Range keys, T* s) {
+void direct_scores(const Source& k, int64_t dim, const Source& v, int64_t dim_v, const T* q, Range keys, T* s) {
     constexpr int n = kLanes<T>, kGroup = kRows <= 2 ? 4 : 2;  // independent chains to hide latency
     const int64_t q_length = padded<T>(dim), whole = k.dim_stride == 1 ? dim / n * n : 0;
     const auto dots = [&]<int kKeys>(int64_t key, std::integral_constant<int, kKeys>) {
@@ -171,6 +184,10 @@ void direct_scores(const Source& k, int64_t dim, const T* q, Range keys, T* s) {
         for (int g = 0; g < kKeys; ++g) {
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) sum[g][r] = splat(T{0});
+        }
+        for (int g = 0; g < kKeys; ++g) {
+            prefetch_row(k, key + g + kPrefetchKeys, dim);
+            prefetch_row(v, key + g, dim_v);
         }
         const int64_t at = k.origin + key * k.row_stride;
         for (int64_t d = 0; d < whole; d += n) {
@@ -348,7 +365,7 @@ void forward_block(const Call& call, const core::ForwardArgs& args, const Forwar
             const Source v = rows_of(p.v, block.b, sequence.kv_row0 + j.begin, head_kv);
             T* const x = f.s + kDirectRows * kTileN;  // scores, kept
             with_rows<T>(p.dtype, rows, [&](auto reader, auto count) {
-                direct_scores<T, decltype(reader), count.value>(k, dim_qk, f.q, keys, f.s);
+                direct_scores<T, decltype(reader), count.value>(k, dim_qk, v, dim_v, f.q, keys, f.s);
             });
             finish_scores(call, block, j, e, f.s, score_scratch);
             __builtin_memcpy(x, f.s, sizeof(T) * kDirectRows * kTileN);
