@@ -14,12 +14,16 @@ int main() {
         for (float& value : values) value = normal(generator);
         return values;
     };
-    std::vector<float> q = random(kBatch * kSeqlen * kHeadsQ * kHeadDim), k = random(kBatch * kSeqlen * kHeadsKv * kHeadDim);
-    std::vector<float> v = random(kBatch * kSeqlen * kHeadsKv * kHeadDim), d_o = random(kBatch * kSeqlen * kHeadsQ * kHeadDim);
+    std::vector<float> q = random(kBatch * kSeqlen * kHeadsQ * kHeadDim),
+                       k = random(kBatch * kSeqlen * kHeadsKv * kHeadDim);
+    std::vector<float> v = random(kBatch * kSeqlen * kHeadsKv * kHeadDim),
+                       d_o = random(kBatch * kSeqlen * kHeadsQ * kHeadDim);
     std::vector<float> o(q.size()), lse(kBatch * kHeadsQ * kSeqlen), dq(q.size()), dk(k.size()), dv(v.size());
 
-    const tilewise::Tensor tq(q.data(), {kBatch, kSeqlen, kHeadsQ, kHeadDim}), tk(k.data(), {kBatch, kSeqlen, kHeadsKv, kHeadDim});
-    const tilewise::Tensor tv(v.data(), {kBatch, kSeqlen, kHeadsKv, kHeadDim}), to(o.data(), {kBatch, kSeqlen, kHeadsQ, kHeadDim});
+    const tilewise::Tensor tq(q.data(), {kBatch, kSeqlen, kHeadsQ, kHeadDim}),
+        tk(k.data(), {kBatch, kSeqlen, kHeadsKv, kHeadDim});
+    const tilewise::Tensor tv(v.data(), {kBatch, kSeqlen, kHeadsKv, kHeadDim}),
+        to(o.data(), {kBatch, kSeqlen, kHeadsQ, kHeadDim});
     const tilewise::Tensor tlse(lse.data(), {kBatch, kHeadsQ, kSeqlen});
 
     tilewise::Options options;

@@ -15,7 +15,9 @@ std::span<const Implementation* const> implementations() {
     return kList;
 }
 
-void set_parallel_for(tilewise_parallel_for function, void* user, int32_t count) { cpu::set_executor(function, user, count); }
+void set_parallel_for(tilewise_parallel_for function, void* user, int32_t count) {
+    cpu::set_executor(function, user, count);
+}
 void set_num_threads(int32_t count) { cpu::set_num_threads(count); }
 int32_t num_threads() { return cpu::max_threads(); }
 
@@ -24,7 +26,8 @@ std::string backend_facts() {
     for (const cpu::Isa isa : {cpu::Isa::avx512, cpu::Isa::avx2, cpu::Isa::scalar}) {
         if (cpu::available(isa)) text += std::string(" ") + cpu::name(isa);
     }
-    return text + ")\ncpu threads: " + std::to_string(cpu::max_threads()) + "\ncpu executor: " + cpu::executor_name() + "\n";
+    return text + ")\ncpu threads: " + std::to_string(cpu::max_threads()) + "\ncpu executor: " + cpu::executor_name() +
+           "\n";
 }
 
 void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,

@@ -29,7 +29,8 @@ void store(void* data, DType dtype, int64_t n, double value) {
 }
 
 double load(const void* data, DType dtype, int64_t n) {
-    return core::is_float(dtype) ? core::load_float(data, dtype, n) : static_cast<double>(core::load_int(data, dtype, n));
+    return core::is_float(dtype) ? core::load_float(data, dtype, n)
+                                 : static_cast<double>(core::load_int(data, dtype, n));
 }
 
 double rounded(double value, DType dtype) {
@@ -114,7 +115,9 @@ Buffer Buffer::copy(DType dtype) const {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-int64_t Case::uniform(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(generator_); }
+int64_t Case::uniform(int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(generator_);
+}
 bool Case::chance(double p) { return std::uniform_real_distribution<double>(0, 1)(generator_) < p; }
 
 Buffer& Case::random_float(DType dtype, std::vector<int64_t> shape, double spread, bool strided) {
@@ -131,7 +134,8 @@ Buffer& Case::random_float(DType dtype, std::vector<int64_t> shape, double sprea
 
 Buffer& Case::integers(DType dtype, std::vector<int64_t> values) {
     buffers_.emplace_back(dtype, std::vector<int64_t>{static_cast<int64_t>(values.size())});
-    for (size_t n = 0; n < values.size(); ++n) buffers_.back().set(static_cast<int64_t>(n), static_cast<double>(values[n]));
+    for (size_t n = 0; n < values.size(); ++n)
+        buffers_.back().set(static_cast<int64_t>(n), static_cast<double>(values[n]));
     return buffers_.back();
 }
 
@@ -189,7 +193,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     // Tensors
     const double spread = chance(0.1) ? 6 : 1;
     const auto tensor = [&](bool packed, int64_t rows, int64_t total, int64_t heads, int64_t d) {
-        std::vector<int64_t> shape = packed                        ? std::vector<int64_t>{total, heads, d}
+        std::vector<int64_t> shape = packed                         ? std::vector<int64_t>{total, heads, d}
                                      : raw_.layout == TILEWISE_BSHD ? std::vector<int64_t>{batch, rows, heads, d}
                                                                     : std::vector<int64_t>{batch, heads, rows, d};
         return random_float(dtype, shape, spread, true).view();
@@ -199,7 +203,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     raw_.v = tensor(packed_kv, seqlen_kv, total_kv, heads_kv, dim_v);
 
     // Options
-    if (chance(0.3)) raw_.has_softmax_scale = 1, raw_.softmax_scale = std::uniform_real_distribution<double>(-0.3, 0.6)(generator_);
+    if (chance(0.3))
+        raw_.has_softmax_scale = 1, raw_.softmax_scale = std::uniform_real_distribution<double>(-0.3, 0.6)(generator_);
     raw_.causal = chance(0.4);
     if (chance(0.25)) raw_.window_left = uniform(-1, space.max_seqlen / 2);
     if (chance(0.2)) raw_.window_right = uniform(-1, space.max_seqlen / 2);
@@ -252,8 +257,9 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         int64_t batch, heads_q, heads_kv, q, kv, max_q, max_kv;
         bool packed_q, packed_kv;
     };
-    const Sizes sizes{batch, heads_q, heads_kv, packed_q ? total_q : seqlen_q, packed_kv ? total_kv : seqlen_kv,
-                      max_q, max_kv, packed_q, packed_kv};
+    const Sizes sizes{
+        batch,  heads_q,  heads_kv, packed_q ? total_q : seqlen_q, packed_kv ? total_kv : seqlen_kv, max_q,
+        max_kv, packed_q, packed_kv};
     // Per-token array: [S], [B|1, S], [B|1, H, S]; packed [total] or [H, total].
     const auto per_token = [&](bool query_side, DType element, auto value) {
         const bool packed = query_side ? packed_q : packed_kv;
@@ -275,7 +281,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         switch (uniform(0, 9)) {
             case 0: return "window(" + std::to_string(uniform(-1, 40)) + "," + std::to_string(uniform(-1, 40)) + ")";
             case 1: return "chunk(" + std::to_string(uniform(1, 60)) + ")";
-            case 2: return "key_padding(" + per_token(false, DType::boolean, [&](int64_t) { return chance(0.8); }) + ")";
+            case 2:
+                return "key_padding(" + per_token(false, DType::boolean, [&](int64_t) { return chance(0.8); }) + ")";
             case 3: {
                 const int64_t documents = uniform(1, 5);
                 const bool sorted = chance(0.7);
@@ -289,17 +296,20 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
                 return "documents(" + q_ids + "," + per_token(false, index, id(sizes.kv)) + ")";
             }
             case 4: {
-                const std::string start = per_token(true, DType::i32, [&](int64_t) { return uniform(-3, std::max<int64_t>(max_kv, 1)); });
+                const std::string start =
+                    per_token(true, DType::i32, [&](int64_t) { return uniform(-3, std::max<int64_t>(max_kv, 1)); });
                 return "row_intervals(" + start + "," +
                        per_token(true, DType::i32, [&](int64_t) { return uniform(-3, max_kv + 20); }) + ")";
             }
             case 5: {
                 const int64_t bq = uniform(1, 70), bkv = uniform(1, 70);
-                std::vector<int64_t> shape{(std::max(sizes.max_q, seqlen_q) + bq - 1) / bq + 1, (std::max(sizes.max_kv, seqlen_kv) + bkv - 1) / bkv + 1};
+                std::vector<int64_t> shape{(std::max(sizes.max_q, seqlen_q) + bq - 1) / bq + 1,
+                                           (std::max(sizes.max_kv, seqlen_kv) + bkv - 1) / bkv + 1};
                 buffers_.emplace_back(DType::u8, shape);
                 Buffer& map = buffers_.back();
                 for (int64_t n = 0; n < map.size(); ++n) map.set(n, chance(0.6));
-                return "blocks(@" + std::to_string(add_array(map)) + "," + std::to_string(bq) + "," + std::to_string(bkv) + ")";
+                return "blocks(@" + std::to_string(add_array(map)) + "," + std::to_string(bq) + "," +
+                       std::to_string(bkv) + ")";
             }
             case 6: {
                 std::vector<int64_t> shape{batch, heads_q, max_q, max_kv};
@@ -321,7 +331,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
                 if (!packed_kv) shape = {chance(0.5) ? 1 : batch, chance(0.5) ? 1 : heads_q, sizes.kv, columns};
                 buffers_.emplace_back(DType::i32, shape);
                 Buffer& bounds = buffers_.back();
-                for (int64_t n = 0; n < bounds.size(); ++n) bounds.set(n, static_cast<double>(uniform(0, std::max<int64_t>(max_q, 1))));
+                for (int64_t n = 0; n < bounds.size(); ++n)
+                    bounds.set(n, static_cast<double>(uniform(0, std::max<int64_t>(max_q, 1))));
                 return "intervals(@" + std::to_string(add_array(bounds)) + (with_causal ? ",causal)" : ",full)");
             }
             default: {
@@ -367,7 +378,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
 
     // Rows that no query may see hold NaN: padding, slack, and rows past what is used.
     const core::Problem p = core::make_problem(raw_);
-    const auto poison_rows = [&](const tilewise_tensor& t, bool packed, const std::vector<core::Range>& rows, int64_t b) {
+    const auto poison_rows = [&](const tilewise_tensor& t, bool packed, const std::vector<core::Range>& rows,
+                                 int64_t b) {
         const int row_axis = packed ? 0 : raw_.layout == TILEWISE_BSHD ? 1 : 2;
         for (const core::Range& range : rows) {
             std::vector<int64_t> at(static_cast<size_t>(t.rank), 0);
@@ -393,7 +405,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     o_shape.back() = dim_v;
     d_o_ = random_float(dtype, o_shape, 1, true);
     d_o_.view() = buffers_.back().view();
-    const std::vector<int64_t> lse_shape = packed_q ? std::vector<int64_t>{heads_q, total_q} : std::vector<int64_t>{batch, heads_q, seqlen_q};
+    const std::vector<int64_t> lse_shape =
+        packed_q ? std::vector<int64_t>{heads_q, total_q} : std::vector<int64_t>{batch, heads_q, seqlen_q};
     has_dlse_ = chance(0.4);
     dlse_ = random_float(p.accumulator(), lse_shape, 1, true);
     dlse_.view() = buffers_.back().view();
@@ -427,7 +440,8 @@ Case::Results Case::run(const std::string& implementation, bool wide) {
     const core::Problem p = core::make_problem(raw);
     Results results;
     std::mt19937_64 layout_generator(7);
-    const auto output = [&](const char* label, const tilewise_tensor& like, DType dtype, int64_t last = -1) -> tilewise_tensor {
+    const auto output = [&](const char* label, const tilewise_tensor& like, DType dtype,
+                            int64_t last = -1) -> tilewise_tensor {
         if (like.dtype == TILEWISE_NONE) {
             results.names.emplace_back(label), results.outputs.emplace_back();
             return {};
@@ -452,7 +466,8 @@ Case::Results Case::run(const std::string& implementation, bool wide) {
     tilewise_backward_args_init(&args);
     args.d_o = d_o, args.o = forward_args.o, args.lse = forward_args.lse;
     if (has_dlse_) args.dlse = dlse;
-    args.dq = output("dq", raw.q, p.dtype), args.dk = output("dk", raw.k, p.dtype), args.dv = output("dv", raw.v, p.dtype);
+    args.dq = output("dq", raw.q, p.dtype), args.dk = output("dk", raw.k, p.dtype),
+    args.dv = output("dv", raw.v, p.dtype);
     args.dbias = output("dbias", raw.bias, same(raw.bias));
     args.dalibi_slopes = output("dalibi_slopes", raw.alibi_slopes, same(raw.alibi_slopes));
     args.dsinks = output("dsinks", raw.sinks, same(raw.sinks));
@@ -527,7 +542,8 @@ std::string Case::check(const std::string& implementation) {
             const double error = std::abs(value - r);
             if (error > worst) worst = error, where = n;
             sum += error, ++count;
-            if (std::isfinite(yardstick)) worst_std = std::max(worst_std, std::abs(yardstick - r)), sum_std += std::abs(yardstick - r);
+            if (std::isfinite(yardstick))
+                worst_std = std::max(worst_std, std::abs(yardstick - r)), sum_std += std::abs(yardstick - r);
             worst_round = std::max(worst_round, std::abs(nearest - r));
             largest = std::max(largest, std::abs(r));
         }
@@ -539,7 +555,8 @@ std::string Case::check(const std::string& implementation) {
         const double scale = std::max({largest, 0.03, got.names[k].front() == 'd' ? largest_gradient : 0.0});
         double floor = wide ? 1e-12 * scale : (32 + 2 * largest_lse) * epsilon(DType::f32) * scale;
         // The gradient of a slope weighs those roundings of every row with distances up to the length.
-        if (got.names[k] == "dalibi_slopes") floor *= std::max<double>(1, static_cast<double>(problem().max_seqlen_kv) / 8);
+        if (got.names[k] == "dalibi_slopes")
+            floor *= std::max<double>(1, static_cast<double>(problem().max_seqlen_kv) / 8);
         if (x.size() < 64 || few_keys) floor += 8 * unit_roundoff(static_cast<DType>(raw_.q.dtype)) * scale;
         const double factor = got.names[k] == "o" ? 2 : x.size() < 64 ? 10 : 3;
         double limit = factor * worst_std + 2 * worst_round + floor;
@@ -548,10 +565,11 @@ std::string Case::check(const std::string& implementation) {
             if (dtype == DType::f64) limit = 1e-13 * std::max(1.0, largest) + 2 * worst_std;
         }
         if (worst > limit) {
-            wrong << got.names[k] << "[" << where << "]: " << x.get(where) << " instead of " << ref.get(where) << ", error "
-                  << worst << ", allowed " << limit << " (standard attention: " << worst_std << ")\n";
+            wrong << got.names[k] << "[" << where << "]: " << x.get(where) << " instead of " << ref.get(where)
+                  << ", error " << worst << ", allowed " << limit << " (standard attention: " << worst_std << ")\n";
         }
-        if (count >= 1024 && got.names[k] != "lse" && sum > 1.5 * sum_std + static_cast<double>(count) * (worst_round + floor)) {
+        if (count >= 1024 && got.names[k] != "lse" &&
+            sum > 1.5 * sum_std + static_cast<double>(count) * (worst_round + floor)) {
             wrong << got.names[k] << ": mean error " << sum / static_cast<double>(count) << ", standard attention "
                   << sum_std / static_cast<double>(count) << "\n";
         }

@@ -32,8 +32,8 @@ public:
     [[nodiscard]] int64_t size() const;
     [[nodiscard]] double get(int64_t n) const;  // n: row-major index in the view's shape
     void set(int64_t n, double value);
-    void poison();                              // every byte of the memory, elements and margins
-    [[nodiscard]] bool margins_intact() const;  // nothing but elements was written since poison()
+    void poison();                                 // every byte of the memory, elements and margins
+    [[nodiscard]] bool margins_intact() const;     // nothing but elements was written since poison()
     [[nodiscard]] Buffer copy(DType dtype) const;  // dense, same values
 
 private:

@@ -35,8 +35,9 @@ Tensor::Tensor(DType dtype, std::vector<int64_t> shape, std::vector<int> order, 
         stride *= std::max<int64_t>(shape[static_cast<size_t>(order[n])], 1);
         if (n + 1 == order.size()) stride += slack;
     }
-    memory_ = std::make_shared<std::vector<std::byte>>(static_cast<size_t>(std::max<int64_t>(stride, 1) * core::size_of(dtype)),
-                                                       std::byte{0xff});  // 0xff... is a NaN in every float dtype
+    memory_ = std::make_shared<std::vector<std::byte>>(
+        static_cast<size_t>(std::max<int64_t>(stride, 1) * core::size_of(dtype)),
+        std::byte{0xff});  // 0xff... is a NaN in every float dtype
     view_.data = memory_->data();
 }
 
@@ -61,7 +62,8 @@ void Tensor::set(int64_t n, double value) {
     if (core::is_float(dtype())) return core::store_float(view_.data, dtype(), place(n), value);
     const auto integer = static_cast<int64_t>(value);
     const int64_t width = core::size_of(dtype());
-    std::memcpy(static_cast<std::byte*>(view_.data) + place(n) * width, &integer, static_cast<size_t>(width));  // little endian
+    std::memcpy(static_cast<std::byte*>(view_.data) + place(n) * width, &integer,
+                static_cast<size_t>(width));  // little endian
 }
 
 void Tensor::fill(double value) {
@@ -155,7 +157,8 @@ Gradients make_gradients(Case& c, const Outputs& outputs, uint64_t seed, bool wi
     }
     g.dq = c.q.like(), g.dk = c.k.like(), g.dv = c.v.like();
     g.dbias = c.bias.like(), g.dalibi_slopes = c.alibi_slopes.like(), g.dsinks = c.sinks.like();
-    for (const Tensor& array : c.arrays) g.darrays.push_back(array && core::is_float(array.dtype()) ? array.like() : Tensor());
+    for (const Tensor& array : c.arrays)
+        g.darrays.push_back(array && core::is_float(array.dtype()) ? array.like() : Tensor());
     return g;
 }
 
@@ -279,14 +282,17 @@ private:
             fill_normal(c.bias, random_);
         }
         if (chance(0.3)) {
-            c.alibi_slopes = chance(0.5) ? Tensor(float_dtype(), {heads_q_}) : Tensor(float_dtype(), {batch_, heads_q_});
-            for (int64_t n = 0; n < c.alibi_slopes.size(); ++n) c.alibi_slopes.set(n, 0.02 * static_cast<double>(n + 1));
+            c.alibi_slopes =
+                chance(0.5) ? Tensor(float_dtype(), {heads_q_}) : Tensor(float_dtype(), {batch_, heads_q_});
+            for (int64_t n = 0; n < c.alibi_slopes.size(); ++n)
+                c.alibi_slopes.set(n, 0.02 * static_cast<double>(n + 1));
         }
         if (chance(0.3)) {
             c.sinks = Tensor(float_dtype(), {heads_q_});
             fill_normal(c.sinks, random_);
         }
-        if (space_.dropout && chance(0.3)) c.raw.dropout_p = 0.25, c.raw.seed = 1234567890123, c.raw.offset = uniform(0, 1 << 20);
+        if (space_.dropout && chance(0.3))
+            c.raw.dropout_p = 0.25, c.raw.seed = 1234567890123, c.raw.offset = uniform(0, 1 << 20);
         if (chance(0.25)) {
             c.raw.q_offset_mode = static_cast<int32_t>(uniform(1, 3));
             c.raw.q_offset_value = uniform(-3, 12);
@@ -327,7 +333,8 @@ private:
                 }
                 const auto ids = [&](int64_t length) {
                     Tensor array(DType::i32, {batch_, length});
-                    for (int64_t n = 0; n < array.size(); ++n) array.set(n, static_cast<double>(n % length / 9 - (chance(0.05) ? 5 : 0)));
+                    for (int64_t n = 0; n < array.size(); ++n)
+                        array.set(n, static_cast<double>(n % length / 9 - (chance(0.05) ? 5 : 0)));
                     return array;
                 };
                 const int q_ids = add(c, ids(rows_)), kv_ids = add(c, ids(keys_));
@@ -351,9 +358,13 @@ private:
                 c.score_mod = "mul($" + std::to_string(c.scalars.size() - 1) + ",tanh(add(x,gather(" +
                               table({batch_, std::max<int64_t>(rows_, 1)}) + ",b,i))))";
                 return;
-            case 4: c.score_mod = "where(lt(mod(add(i,j),3),1),mul(0.5,x),add(x,gather(" + table({heads_q_}) + ",h)))"; return;
+            case 4:
+                c.score_mod = "where(lt(mod(add(i,j),3),1),mul(0.5,x),add(x,gather(" + table({heads_q_}) + ",h)))";
+                return;
             case 5: c.score_mod = "where(eq(mod(add(i,mul(3,j)),4),1),-inf,abs(x))"; return;
-            default: c.score_mod = "max(x,neg(div(gather(" + table({7}) + ",sub(i,j)),2.0)))"; return;  // often out of range
+            default:
+                c.score_mod = "max(x,neg(div(gather(" + table({7}) + ",sub(i,j)),2.0)))";
+                return;  // often out of range
         }
     }
 

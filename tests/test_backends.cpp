@@ -87,7 +87,8 @@ TEST(Determinism, SameBitsForEveryNumberOfThreads) {
             const auto one = bits(problem.run("cpu_tiled", false));
             for (const int threads : {2, 3, 16}) {
                 cpu::set_num_threads(threads);
-                ASSERT_EQ(bits(problem.run("cpu_tiled", false)), one) << threads << " threads, seed " << seed << ": " << problem.describe();
+                ASSERT_EQ(bits(problem.run("cpu_tiled", false)), one)
+                    << threads << " threads, seed " << seed << ": " << problem.describe();
             }
             cpu::set_num_threads(0);
         }

@@ -1,6 +1,6 @@
 // What the tiled backward pass promises beyond values (those are compared in test_backends.cpp): values that are not
-// finite go where the formula sends them and nowhere else, hidden data changes no bit, outputs that are not wanted change
-// nothing, and lse and o of a merged result give the gradients of the merged result.
+// finite go where the formula sends them and nowhere else, hidden data changes no bit, outputs that are not wanted
+// change nothing, and lse and o of a merged result give the gradients of the merged result.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -20,8 +20,9 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 std::vector<std::pair<const char*, const Tensor*>> outputs_of(const Gradients& g) {
-    std::vector<std::pair<const char*, const Tensor*>> all{{"dq", &g.dq}, {"dk", &g.dk}, {"dv", &g.dv}, {"dbias", &g.dbias},
-                                                           {"dalibi_slopes", &g.dalibi_slopes}, {"dsinks", &g.dsinks}};
+    std::vector<std::pair<const char*, const Tensor*>> all{
+        {"dq", &g.dq},        {"dk", &g.dk}, {"dv", &g.dv}, {"dbias", &g.dbias}, {"dalibi_slopes", &g.dalibi_slopes},
+        {"dsinks", &g.dsinks}};
     for (const Tensor& array : g.darrays) all.emplace_back("darray", &array);
     std::erase_if(all, [](const auto& entry) { return !*entry.second; });
     return all;
@@ -86,7 +87,8 @@ TEST(Backward, HiddenDataChangesNoBit) {
         // Causal from the top left with fewer queries than keys: the last keys are hidden from all, in a partial tile.
         Case c;
         std::mt19937_64 random(seed);
-        const int64_t rows = 20 + static_cast<int64_t>(seed) * 7, keys = rows + 5, d = 5 + static_cast<int64_t>(seed % 30);
+        const int64_t rows = 20 + static_cast<int64_t>(seed) * 7, keys = rows + 5,
+                      d = 5 + static_cast<int64_t>(seed % 30);
         c.q = Tensor(DType::f32, {1, rows, 4, d});
         c.k = Tensor(DType::f32, {1, keys, 2, d});
         c.v = Tensor(DType::f32, {1, keys, 2, d});
@@ -136,8 +138,8 @@ TEST(Backward, OutputsThatAreNotWantedChangeNothing) {
             });
             const Tensor& got = *outputs_of(one)[0].second;
             for (int64_t k = 0; k < got.size(); ++k) {
-                ASSERT_EQ(got.at(k), names[keep].second->at(k)) << names[keep].first << "[" << k << "] alone, seed " << seed << ": "
-                                                                << c->describe();
+                ASSERT_EQ(got.at(k), names[keep].second->at(k))
+                    << names[keep].first << "[" << k << "] alone, seed " << seed << ": " << c->describe();
             }
         }
     }

@@ -43,7 +43,8 @@ struct CApi : testing::Test {
     void refused(std::vector<std::string> parts, tilewise_status status = TILEWISE_INVALID_ARGUMENT) {
         EXPECT_EQ(tilewise_forward(&problem, &args), status);
         const std::string message = tilewise_last_error();
-        for (const std::string& part : parts) EXPECT_NE(message.find(part), std::string::npos) << part << " not in: " << message;
+        for (const std::string& part : parts)
+            EXPECT_NE(message.find(part), std::string::npos) << part << " not in: " << message;
         for (const float x : o) ASSERT_EQ(x, -7.0f) << message;
         for (const float x : lse) ASSERT_EQ(x, -7.0f) << message;
     }
@@ -201,7 +202,8 @@ TEST_F(CApi, MaskAndScoreMod) {
 TEST_F(CApi, OverlappingOutput) {
     args.o.data = problem.q.data;
     EXPECT_EQ(tilewise_forward(&problem, &args), TILEWISE_INVALID_ARGUMENT);
-    EXPECT_NE(std::string(tilewise_last_error()).find("shared with the input q"), std::string::npos) << tilewise_last_error();
+    EXPECT_NE(std::string(tilewise_last_error()).find("shared with the input q"), std::string::npos)
+        << tilewise_last_error();
     // Slots of one fused buffer interleave in memory without sharing elements: that is fine.
     std::vector<float> fused(2 * 5 * 8 * 8, 1.0f);
     const auto slot = [&](int64_t head, int64_t heads) {
@@ -228,7 +230,8 @@ TEST_F(CApi, PlanRefusesWhatItWasNotMadeFor) {
     }
     std::vector<char> memory(bytes + 64);
     void* workspace = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-    EXPECT_EQ(tilewise_plan_forward(plan, &problem, &args, workspace, bytes, nullptr), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_EQ(tilewise_plan_forward(plan, &problem, &args, workspace, bytes, nullptr), TILEWISE_OK)
+        << tilewise_last_error();
     problem.softcap = 3;
     EXPECT_EQ(tilewise_plan_forward(plan, &problem, &args, workspace, bytes, nullptr), TILEWISE_INVALID_ARGUMENT);
     EXPECT_NE(std::string(tilewise_last_error()).find("softcap"), std::string::npos);
@@ -252,10 +255,13 @@ TEST_F(CApi, ZeroSizesAreResults) {
 }
 
 TEST_F(CApi, MergeIsTheWhole) {
-    std::vector<float> parts{1, 2, 3, 4}, lse_parts{0, -std::numeric_limits<float>::infinity()}, merged(2), merged_lse(1);
+    std::vector<float> parts{1, 2, 3, 4}, lse_parts{0, -std::numeric_limits<float>::infinity()}, merged(2),
+        merged_lse(1);
     parts[2] = std::numeric_limits<float>::quiet_NaN();  // of an empty part: must not matter
-    tilewise_tensor o_parts = tensor(parts.data(), TILEWISE_FLOAT32, {2, 1, 2}), l = tensor(lse_parts.data(), TILEWISE_FLOAT32, {2, 1});
-    tilewise_tensor out = tensor(merged.data(), TILEWISE_FLOAT32, {1, 2}), out_lse = tensor(merged_lse.data(), TILEWISE_FLOAT32, {1});
+    tilewise_tensor o_parts = tensor(parts.data(), TILEWISE_FLOAT32, {2, 1, 2}),
+                    l = tensor(lse_parts.data(), TILEWISE_FLOAT32, {2, 1});
+    tilewise_tensor out = tensor(merged.data(), TILEWISE_FLOAT32, {1, 2}),
+                    out_lse = tensor(merged_lse.data(), TILEWISE_FLOAT32, {1});
     ASSERT_EQ(tilewise_merge(&o_parts, &l, &out, &out_lse), TILEWISE_OK) << tilewise_last_error();
     EXPECT_EQ(merged, (std::vector<float>{1, 2}));
     EXPECT_EQ(merged_lse[0], 0.0f);

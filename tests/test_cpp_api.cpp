@@ -21,7 +21,9 @@ struct Data {
     }
     tilewise::Tensor tensor(std::vector<float>& x) { return {x.data(), {1, kSeqlen, kHeads, kDim}}; }
     tilewise::Tensor lse_tensor() { return {lse.data(), {1, kHeads, kSeqlen}}; }
-    void run(const tilewise::Options& options) { tilewise::attention(tensor(q), tensor(k), tensor(v), tensor(o), options, lse_tensor()); }
+    void run(const tilewise::Options& options) {
+        tilewise::attention(tensor(q), tensor(k), tensor(v), tensor(o), options, lse_tensor());
+    }
 
     // The same, plainly.
     template <class Visible, class Score>
@@ -30,7 +32,9 @@ struct Data {
         for (int64_t j = 0; j < kSeqlen; ++j) {
             if (!visible(i, j)) continue;
             double x = 0;
-            for (int64_t d = 0; d < kDim; ++d) x += q[static_cast<size_t>((i * kHeads + h) * kDim + d)] * double{k[static_cast<size_t>((j * kHeads + h) * kDim + d)]};
+            for (int64_t d = 0; d < kDim; ++d)
+                x += q[static_cast<size_t>((i * kHeads + h) * kDim + d)] *
+                     double{k[static_cast<size_t>((j * kHeads + h) * kDim + d)]};
             sum += std::exp(score(x / 2, h, i, j));
         }
         return std::log(sum);
@@ -52,7 +56,9 @@ TEST(CppApi, ScoreModAndMaskAsLambdas) {
         for (int64_t i = 0; i < Data::kSeqlen; ++i) {
             const double want = data.expected_lse(
                 h, i, [](int64_t row, int64_t j) { return j <= row && (row - j) % 3 != 1; },
-                [&](double x, int64_t head, int64_t row, int64_t j) { return x + 0.5 * table[static_cast<size_t>(head * 24 + row - j)]; });
+                [&](double x, int64_t head, int64_t row, int64_t j) {
+                    return x + 0.5 * table[static_cast<size_t>(head * 24 + row - j)];
+                });
             EXPECT_NEAR(data.lse[static_cast<size_t>(h * Data::kSeqlen + i)], want, 1e-5) << h << " " << i;
         }
     }
@@ -62,13 +68,17 @@ TEST(CppApi, MasksCompose) {
     Data data;
     const std::vector<int32_t> ids{0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2};
     tilewise::Options options;
-    options.mask = tilewise::documents(tilewise::Tensor(ids.data(), {Data::kSeqlen})) & (tilewise::window(2, 0) | tilewise::prefix(1));
+    options.mask = tilewise::documents(tilewise::Tensor(ids.data(), {Data::kSeqlen})) &
+                   (tilewise::window(2, 0) | tilewise::prefix(1));
     data.run(options);
     const auto visible = [&](int64_t i, int64_t j) {
-        return ids[static_cast<size_t>(i)] == ids[static_cast<size_t>(j)] && ((j <= i && i - 2 <= j) || j < 1 || j <= i);
+        return ids[static_cast<size_t>(i)] == ids[static_cast<size_t>(j)] &&
+               ((j <= i && i - 2 <= j) || j < 1 || j <= i);
     };
     for (int64_t i = 0; i < Data::kSeqlen; ++i) {
-        EXPECT_NEAR(data.lse[static_cast<size_t>(i)], data.expected_lse(0, i, visible, [](double x, int64_t, int64_t, int64_t) { return x; }), 1e-5) << i;
+        EXPECT_NEAR(data.lse[static_cast<size_t>(i)],
+                    data.expected_lse(0, i, visible, [](double x, int64_t, int64_t, int64_t) { return x; }), 1e-5)
+            << i;
     }
 }
 

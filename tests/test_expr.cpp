@@ -111,9 +111,7 @@ World make_world(uint32_t seed, bool specials) {
     return w;
 }
 
-std::vector<ArraySummary> summaries(const World& w) {
-    return {w.arrays.begin(), w.arrays.end()};
-}
+std::vector<ArraySummary> summaries(const World& w) { return {w.arrays.begin(), w.arrays.end()}; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The test's own trees: typing, printing and evaluation, written from the documentation and sharing no code
@@ -269,20 +267,13 @@ public:
         }
         static const char* kCompare[] = {"lt", "le", "gt", "ge", "eq", "ne"};
         switch (roll(8)) {
-            case 0:
-                return {"and", {boolean(depth - 1), boolean(depth - 1)}};
-            case 1:
-                return {"or", {boolean(depth - 1), boolean(depth - 1)}};
-            case 2:
-                return {"not", {boolean(depth - 1)}};
-            case 3:
-                return {"where", {boolean(depth - 1), boolean(depth - 1), boolean(depth - 1)}};
-            case 4:
-                return gather(2, depth);
-            case 5:
-                return {kCompare[roll(6)], {real(depth - 1), real(depth - 1)}};
-            default:
-                return {kCompare[roll(6)], {integer(depth - 1), integer(depth - 1)}};
+            case 0: return {"and", {boolean(depth - 1), boolean(depth - 1)}};
+            case 1: return {"or", {boolean(depth - 1), boolean(depth - 1)}};
+            case 2: return {"not", {boolean(depth - 1)}};
+            case 3: return {"where", {boolean(depth - 1), boolean(depth - 1), boolean(depth - 1)}};
+            case 4: return gather(2, depth);
+            case 5: return {kCompare[roll(6)], {real(depth - 1), real(depth - 1)}};
+            default: return {kCompare[roll(6)], {integer(depth - 1), integer(depth - 1)}};
         }
     }
 
@@ -291,36 +282,24 @@ public:
                                         "seqlen_q", "seqlen_kv", "q_offset", "head_kv", "$1i", "$2i", "$3i", "$4i"};
         if (depth <= 0 || roll(6) == 0) {
             switch (roll(12)) {
-                case 0:
-                    return leaf(std::to_string(roll(2) ? INT32_MAX - roll(3) : INT32_MIN + roll(3)));
+                case 0: return leaf(std::to_string(roll(2) ? INT32_MAX - roll(3) : INT32_MIN + roll(3)));
                 case 1:
                 case 2:
-                case 3:
-                    return leaf(std::to_string(roll(200) - 60));
-                case 4:
-                    return leaf(std::to_string(1 << roll(8)));
-                default:
-                    return leaf(kLeaves[roll(16)]);
+                case 3: return leaf(std::to_string(roll(200) - 60));
+                case 4: return leaf(std::to_string(1 << roll(8)));
+                default: return leaf(kLeaves[roll(16)]);
             }
         }
         static const char* kBinary[] = {"add", "sub", "mul", "min", "max", "floordiv", "mod"};
         switch (roll(12)) {
-            case 0:
-                return {"neg", {integer(depth - 1)}};
-            case 1:
-                return {"abs", {integer(depth - 1)}};
-            case 2:
-                return {"where", {boolean(depth - 1), integer(depth - 1), integer(depth - 1)}};
-            case 3:
-                return gather(std::array<int, 6>{0, 4, 6, 8, 9, 10}[static_cast<size_t>(roll(6))], depth);
-            case 4:
-                return {"add", {boolean(depth - 1), integer(depth - 1)}};
-            case 5:
-                return {"floordiv", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
-            case 6:
-                return {"mod", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
-            default:
-                return {kBinary[roll(7)], {integer(depth - 1), integer(depth - 1)}};
+            case 0: return {"neg", {integer(depth - 1)}};
+            case 1: return {"abs", {integer(depth - 1)}};
+            case 2: return {"where", {boolean(depth - 1), integer(depth - 1), integer(depth - 1)}};
+            case 3: return gather(std::array<int, 6>{0, 4, 6, 8, 9, 10}[static_cast<size_t>(roll(6))], depth);
+            case 4: return {"add", {boolean(depth - 1), integer(depth - 1)}};
+            case 5: return {"floordiv", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
+            case 6: return {"mod", {integer(depth - 1), leaf(std::to_string(1 + roll(70)))}};
+            default: return {kBinary[roll(7)], {integer(depth - 1), integer(depth - 1)}};
         }
     }
 
@@ -330,35 +309,26 @@ public:
         if (depth <= 0 || roll(6) == 0) {
             switch (roll(smooth ? 4 : 6)) {
                 case 0:
-                case 1:
-                    return allow_x ? leaf("x") : leaf("0.5");
-                case 2:
-                    return leaf(kNumbers[roll(6)]);
+                case 1: return allow_x ? leaf("x") : leaf("0.5");
+                case 2: return leaf(kNumbers[roll(6)]);
                 case 3: {
                     const int count = static_cast<int>(real_arrays.size());
                     return gather(real_arrays[static_cast<size_t>(roll(count))], depth);
                 }
-                case 4:
-                    return leaf(kUnusual[roll(6)]);
-                default:
-                    return integer(0);
+                case 4: return leaf(kUnusual[roll(6)]);
+                default: return integer(0);
             }
         }
         static const char* kBinary[] = {"add", "sub", "mul", "div", "min", "max", "floordiv", "mod", "add", "mul"};
         static const char* kUnary[] = {"neg", "abs", "tanh", "exp", "log", "sqrt"};
         switch (roll(10)) {
-            case 0:
-                return {"where", {boolean(depth - 1), real(depth - 1), real(depth - 1)}};
-            case 1:
-                return {"float", {roll(2) ? boolean(depth - 1) : integer(depth - 1)}};
+            case 0: return {"where", {boolean(depth - 1), real(depth - 1), real(depth - 1)}};
+            case 1: return {"float", {roll(2) ? boolean(depth - 1) : integer(depth - 1)}};
             case 2:
             case 3:
-            case 4:
-                return {kUnary[roll(6)], {real(depth - 1)}};
-            case 5:
-                return {"where", {boolean(depth - 1), real(depth - 1), leaf("-inf")}};
-            default:
-                return {kBinary[roll(10)], {real(depth - 1), real(depth - 1)}};
+            case 4: return {kUnary[roll(6)], {real(depth - 1)}};
+            case 5: return {"where", {boolean(depth - 1), real(depth - 1), leaf("-inf")}};
+            default: return {kBinary[roll(10)], {real(depth - 1), real(depth - 1)}};
         }
     }
 
@@ -371,20 +341,11 @@ private:
         for (int d = 0; d < a.rank; ++d) {
             const std::string extent = std::to_string(a.shape[static_cast<size_t>(d)]);
             switch (roll(6)) {
-                case 0:
-                    t.args.push_back(integer(depth - 1));
-                    break;
-                case 1:
-                    t.args.push_back({"mod", {integer(depth - 1), leaf(extent)}});
-                    break;
-                case 2:
-                    t.args.push_back({"sub", {leaf("i"), leaf("j")}});
-                    break;
-                case 3:
-                    t.args.push_back(leaf(roll(2) ? "b" : "1"));
-                    break;
-                default:
-                    t.args.push_back(leaf(roll(2) ? "j" : "i"));
+                case 0: t.args.push_back(integer(depth - 1)); break;
+                case 1: t.args.push_back({"mod", {integer(depth - 1), leaf(extent)}}); break;
+                case 2: t.args.push_back({"sub", {leaf("i"), leaf("j")}}); break;
+                case 3: t.args.push_back(leaf(roll(2) ? "b" : "1")); break;
+                default: t.args.push_back(leaf(roll(2) ? "j" : "i"));
             }
         }
         return t;
@@ -589,20 +550,11 @@ TEST(ExprText, FuzzedTextIsRefusedOrRoundTrips) {
             for (size_t k = roll(3) + 1; k > 0 && !text.empty(); --k) {
                 const size_t at = roll(text.size());
                 switch (roll(5)) {
-                    case 0:
-                        text.erase(at, roll(4) + 1);
-                        break;
-                    case 1:
-                        text.insert(at, 1, static_cast<char>(roll(256)));
-                        break;
-                    case 2:
-                        text[at] = static_cast<char>(roll(256));
-                        break;
-                    case 3:
-                        text.insert(at, text.substr(roll(text.size()), roll(12)));
-                        break;
-                    default:
-                        text[at] = "0123456789(),@$ije-."[roll(20)];
+                    case 0: text.erase(at, roll(4) + 1); break;
+                    case 1: text.insert(at, 1, static_cast<char>(roll(256))); break;
+                    case 2: text[at] = static_cast<char>(roll(256)); break;
+                    case 3: text.insert(at, text.substr(roll(text.size()), roll(12))); break;
+                    default: text[at] = "0123456789(),@$ije-."[roll(20)];
                 }
             }
         }
@@ -659,12 +611,8 @@ void check_rows(bool specials) {
         }
     }
 }
-TEST(ExprEval, FloatRowsMatchTheInterpreter) {
-    check_rows<float>(true);
-}
-TEST(ExprEval, DoubleRowsMatchTheInterpreter) {
-    check_rows<double>(false);
-}
+TEST(ExprEval, FloatRowsMatchTheInterpreter) { check_rows<float>(true); }
+TEST(ExprEval, DoubleRowsMatchTheInterpreter) { check_rows<double>(false); }
 
 TEST(ExprEval, IntegerCornerCases) {
     const World w = make_world(7, false);
@@ -975,15 +923,9 @@ void check_intervals(bool with_summaries) {
     EXPECT_GT(decided, 700);
     EXPECT_GT(narrow, 500);
 }
-TEST(ExprInterval, SoundForFloat) {
-    check_intervals<float>(true);
-}
-TEST(ExprInterval, SoundForDouble) {
-    check_intervals<double>(true);
-}
-TEST(ExprInterval, SoundWithoutSummaries) {
-    check_intervals<float>(false);
-}
+TEST(ExprInterval, SoundForFloat) { check_intervals<float>(true); }
+TEST(ExprInterval, SoundForDouble) { check_intervals<double>(true); }
+TEST(ExprInterval, SoundWithoutSummaries) { check_intervals<float>(false); }
 
 // Every single operation on small ranges of integers, where nothing but the operation itself can be loose.
 TEST(ExprInterval, IntegerOperationsAreExactAtTheEnds) {

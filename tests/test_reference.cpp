@@ -34,7 +34,8 @@ std::unique_ptr<Case> scalar_case(std::initializer_list<double> q, std::initiali
     return c;
 }
 
-Gradients backward(Case& c, const Outputs& out, std::initializer_list<double> d_o, std::initializer_list<double> dlse = {}) {
+Gradients backward(Case& c, const Outputs& out, std::initializer_list<double> d_o,
+                   std::initializer_list<double> dlse = {}) {
     Gradients g = make_gradients(c, out, 0, dlse.size() > 0);
     int64_t n = 0;
     for (double value : d_o) g.d_o.set(n++, value);
@@ -245,7 +246,8 @@ TEST(Reference, FiniteDifferences) {
         check_gradient(*c, c->bias, g.dbias, g, "dbias", random);
         check_gradient(*c, c->alibi_slopes, g.dalibi_slopes, g, "dalibi_slopes", random);
         check_gradient(*c, c->sinks, g.dsinks, g, "dsinks", random);
-        for (size_t n = 0; n < c->arrays.size(); ++n) check_gradient(*c, c->arrays[n], g.darrays[n], g, "darray", random);
+        for (size_t n = 0; n < c->arrays.size(); ++n)
+            check_gradient(*c, c->arrays[n], g.darrays[n], g, "darray", random);
         if (HasFailure()) break;
     }
 }

@@ -66,7 +66,7 @@ typedef struct tilewise_tensor {
 typedef enum tilewise_layout {
     TILEWISE_BSHD = 0, /* q [batch, seqlen_q, num_heads_q, head_dim_qk]; k, v and o alike */
     TILEWISE_BHSD = 1  /* q [batch, num_heads_q, seqlen_q, head_dim_qk] */
-} tilewise_layout;         /* packed tensors [total, heads, head_dim] are told by rank 3 and cu_seqlens */
+} tilewise_layout;     /* packed tensors [total, heads, head_dim] are told by rank 3 and cu_seqlens */
 
 typedef enum tilewise_offset_mode {
     TILEWISE_BOTTOM_RIGHT = 0, /* q_offset = seqlen_kv - seqlen_q of each sequence: the last query sees the last key */
@@ -107,14 +107,14 @@ typedef struct tilewise_problem {
     int32_t num_arrays;
     int32_t num_scalars;
 
-    tilewise_tensor bias;         /* any float dtype, up to rank 4, broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv] */
+    tilewise_tensor bias; /* any float dtype, up to rank 4, broadcast to [batch, num_heads_q, seqlen_q, seqlen_kv] */
     tilewise_tensor alibi_slopes; /* any float dtype, [num_heads_q] or [batch, num_heads_q]: x -= slope * |t - j| */
-    tilewise_tensor sinks;        /* any float dtype, [num_heads_q]: one extra logit per head in the softmax denominator */
+    tilewise_tensor sinks; /* any float dtype, [num_heads_q]: one extra logit per head in the softmax denominator */
 
     tilewise_tensor cu_seqlens_q, cu_seqlens_kv; /* int32 or int64 [batch + 1] */
-    tilewise_tensor seqused_q, seqused_kv;       /* int32 or int64 [batch]: rows at or past it are not part of the sequence */
-    tilewise_tensor leftpad_kv;                  /* int32 or int64 [batch]: keys before it are not part of the sequence */
-    int64_t max_seqlen_q, max_seqlen_kv;         /* sizing hints, 0 = not given: too small is slower, never wrong */
+    tilewise_tensor seqused_q, seqused_kv; /* int32 or int64 [batch]: rows at or past it are not part of the sequence */
+    tilewise_tensor leftpad_kv;            /* int32 or int64 [batch]: keys before it are not part of the sequence */
+    int64_t max_seqlen_q, max_seqlen_kv;   /* sizing hints, 0 = not given: too small is slower, never wrong */
 
     double dropout_p; /* [0, 1) */
     int64_t seed, offset;
@@ -136,7 +136,8 @@ typedef struct tilewise_forward_args {
     uint32_t struct_size;
     uint32_t reserved;
     tilewise_tensor o;   /* dtype of q, shape of q with head_dim_v; required */
-    tilewise_tensor lse; /* optional: float32 (float64 for float64 inputs), [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q]; natural log */
+    tilewise_tensor lse; /* optional: float32 (float64 for float64 inputs), [batch, num_heads_q, seqlen_q] or
+                            [num_heads_q, total_q]; natural log */
 } tilewise_forward_args;
 
 /* Inputs and outputs of the backward pass. Absent outputs are not computed. */
@@ -148,7 +149,8 @@ typedef struct tilewise_backward_args {
     tilewise_tensor dq, dk, dv;  /* shapes and dtype of q, k, v */
     tilewise_tensor dbias;       /* shape and dtype of bias */
     tilewise_tensor dalibi_slopes, dsinks;
-    const tilewise_tensor* darrays; /* num_arrays entries, absent where not wanted: gradients of arrays read by score_mod */
+    const tilewise_tensor*
+        darrays; /* num_arrays entries, absent where not wanted: gradients of arrays read by score_mod */
 } tilewise_backward_args;
 
 typedef enum tilewise_pass { TILEWISE_FORWARD = 0, TILEWISE_BACKWARD = 1 } tilewise_pass;
@@ -167,7 +169,8 @@ TILEWISE_API void tilewise_backward_args_init(tilewise_backward_args* args);
 
 /* Validates the problem, chooses an implementation and its configuration. Data pointers of q, k, v may be NULL here:
  * only dtypes, shapes and options are looked at. */
-TILEWISE_API tilewise_status tilewise_plan_create(const tilewise_problem* problem, tilewise_pass pass, tilewise_plan** plan);
+TILEWISE_API tilewise_status tilewise_plan_create(const tilewise_problem* problem, tilewise_pass pass,
+                                                  tilewise_plan** plan);
 TILEWISE_API void tilewise_plan_destroy(tilewise_plan* plan);
 /* Writes up to `capacity` bytes (with terminator) of a readable account of the decision; returns the length needed. */
 TILEWISE_API size_t tilewise_plan_explain(const tilewise_plan* plan, char* buffer, size_t capacity);
@@ -189,7 +192,8 @@ TILEWISE_API tilewise_status tilewise_forward(const tilewise_problem* problem, c
 TILEWISE_API tilewise_status tilewise_backward(const tilewise_problem* problem, const tilewise_backward_args* args);
 
 /* out[b, h, i, j] = 1 where dropout keeps the element; uint8 or bool, rank 4 [batch, num_heads_q, rows, keys]. */
-TILEWISE_API tilewise_status tilewise_dropout_mask(int64_t seed, int64_t offset, double dropout_p, const tilewise_tensor* out);
+TILEWISE_API tilewise_status tilewise_dropout_mask(int64_t seed, int64_t offset, double dropout_p,
+                                                   const tilewise_tensor* out);
 
 /* Probabilities of chosen rows: out[b, n, r, j] = p of query rows[r], head heads[n], key j (0 where hidden), float32 or
  * float64, [batch, num_heads, num_rows, seqlen_kv]. lse may be NULL: it is then computed. problem->v is not read. */
@@ -197,20 +201,23 @@ TILEWISE_API tilewise_status tilewise_attn_probs(const tilewise_problem* problem
                                                  const int64_t* rows, int64_t num_rows, const int64_t* heads,
                                                  int64_t num_heads, const tilewise_tensor* out);
 
-/* Merges partial results over disjoint key sets, in order: o [parts, ...rows, head_dim_v], lse [parts, ...rows] flattened
- * to o [parts, rows, head_dim_v] and lse [parts, rows]. o_out [rows, head_dim_v], lse_out [rows]; lse float32 or float64. */
+/* Merges partial results over disjoint key sets, in order: o [parts, ...rows, head_dim_v], lse [parts, ...rows]
+ * flattened to o [parts, rows, head_dim_v] and lse [parts, rows]. o_out [rows, head_dim_v], lse_out [rows]; lse float32
+ * or float64. */
 TILEWISE_API tilewise_status tilewise_merge(const tilewise_tensor* o_parts, const tilewise_tensor* lse_parts,
                                             const tilewise_tensor* o_out, const tilewise_tensor* lse_out);
 
-/* Class of tiles of one head under the problem's whole mask: out[ti * ceil(seqlen_kv / tile_n) + tj] = 0 skip, 1 partial,
- * 2 full; for drawing and tests. `capacity` counts bytes of out; needed size is written to *count. */
+/* Class of tiles of one head under the problem's whole mask: out[ti * ceil(seqlen_kv / tile_n) + tj] = 0 skip, 1
+ * partial, 2 full; for drawing and tests. `capacity` counts bytes of out; needed size is written to *count. */
 TILEWISE_API tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, int64_t h, int64_t tile_m,
                                                  int64_t tile_n, uint8_t* out, size_t capacity, size_t* count);
 
 /* The host's own threads instead of the OpenMP run time of the process: must call body(context, index) once for every
- * index in [0, count), in any order, from at most `num_threads` threads, and return when all are done. NULL restores. */
+ * index in [0, count), in any order, from at most `num_threads` threads, and return when all are done. NULL restores.
+ */
 typedef void (*tilewise_body)(void* context, int64_t index);
-typedef void (*tilewise_parallel_for)(void* user, int64_t count, int32_t num_threads, tilewise_body body, void* context);
+typedef void (*tilewise_parallel_for)(void* user, int64_t count, int32_t num_threads, tilewise_body body,
+                                      void* context);
 TILEWISE_API tilewise_status tilewise_set_parallel_for(tilewise_parallel_for function, void* user, int32_t num_threads);
 /* Number of threads the CPU backend uses; 0 = follow the OpenMP run time, cgroup quota and affinity. */
 TILEWISE_API tilewise_status tilewise_set_num_threads(int32_t num_threads);

@@ -15,8 +15,8 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstdio>
+#include <cstdlib>
 #include <initializer_list>
 #include <memory>
 #include <new>
@@ -170,9 +170,9 @@ inline std::string real_text(double value) {
 // and have no short cut here.
 class Expr {
 public:
-    Expr(int value) : node_(detail::node(std::to_string(value))) {}  // NOLINT(google-explicit-constructor)
+    Expr(int value) : node_(detail::node(std::to_string(value))) {}        // NOLINT(google-explicit-constructor)
     Expr(double value) : node_(detail::node(detail::real_text(value))) {}  // NOLINT(google-explicit-constructor)
-    Expr(float value) : Expr(static_cast<double>(value)) {}  // NOLINT(google-explicit-constructor)
+    Expr(float value) : Expr(static_cast<double>(value)) {}                // NOLINT(google-explicit-constructor)
     explicit Expr(bool value) : node_(detail::node(value ? "true" : "false")) {}
     explicit Expr(detail::NodePtr node) : node_(std::move(node)) {}
     [[nodiscard]] const detail::NodePtr& node() const { return node_; }
@@ -227,9 +227,7 @@ private:
 };
 
 // A number that may change from call to call without changing the text.
-inline Expr scalar(double value) {
-    return Expr(std::make_shared<const detail::Node>(detail::Node{"", {}, {}, value}));
-}
+inline Expr scalar(double value) { return Expr(std::make_shared<const detail::Node>(detail::Node{"", {}, {}, value})); }
 
 struct Lengths {
     Expr seqlen_q{detail::node("seqlen_q")}, seqlen_kv{detail::node("seqlen_kv")};
@@ -247,8 +245,8 @@ public:
     template <class F>
         requires std::is_invocable_r_v<Expr, F, Expr, Expr, Expr, Expr, Expr, Lengths>
     ScoreMod(F function)  // NOLINT(google-explicit-constructor)
-        : node_(Expr(function(detail::variable("x"), detail::variable("b"), detail::variable("h"), detail::variable("i"),
-                              detail::variable("j"), Lengths{}))
+        : node_(Expr(function(detail::variable("x"), detail::variable("b"), detail::variable("h"),
+                              detail::variable("i"), detail::variable("j"), Lengths{}))
                     .node()) {}
     explicit operator bool() const { return node_ != nullptr; }
     [[nodiscard]] const detail::NodePtr& node() const { return node_; }
@@ -275,7 +273,9 @@ inline Mask operator&(const Mask& a, const Mask& b) {
 inline Mask operator|(const Mask& a, const Mask& b) {
     return !a || !b ? Mask() : Mask(detail::node("or", {a.node(), b.node()}));
 }
-inline Mask operator~(const Mask& a) { return Mask(detail::node("not", {a ? a.node() : detail::node("mod", {detail::node("true")})})); }
+inline Mask operator~(const Mask& a) {
+    return Mask(detail::node("not", {a ? a.node() : detail::node("mod", {detail::node("true")})}));
+}
 
 namespace detail {
 inline NodePtr array(const Tensor& tensor) { return std::make_shared<const Node>(Node{"", {}, tensor, {}}); }
@@ -298,7 +298,8 @@ inline Mask documents(const Tensor& ids) {
 inline Mask prefix(int64_t keys) { return Mask(detail::node("prefix", {detail::integer(keys)})); }
 inline Mask prefix(const Tensor& keys) { return Mask(detail::node("prefix", {detail::array(keys)})); }
 inline Mask intervals(const Tensor& startend_row_indices, bool causal) {
-    return Mask(detail::node("intervals", {detail::array(startend_row_indices), detail::node(causal ? "causal" : "full")}));
+    return Mask(
+        detail::node("intervals", {detail::array(startend_row_indices), detail::node(causal ? "causal" : "full")}));
 }
 inline Mask row_intervals(const Tensor& start, const Tensor& end) {
     return Mask(detail::node("row_intervals", {detail::array(start), detail::array(end)}));
@@ -326,12 +327,12 @@ enum class Layout { bshd = TILEWISE_BSHD, bhsd = TILEWISE_BHSD };
 
 // Every option of the formula (docs/formula.md), with the default of each.
 struct Options {
-    Layout layout = Layout::bshd;           // of rank-4 tensors; packed ones are [total, heads, head_dim]
-    std::optional<double> softmax_scale;    // default 1/sqrt(head_dim_qk)
-    bool causal = false;                    // j <= t
-    bool top_left = false;                  // q_offset = 0 instead of seqlen_kv - seqlen_q
-    std::optional<int64_t> q_offset;        // one position offset for all sequences
-    Tensor q_offset_array;                  // or one per sequence, int32 or int64 [batch]
+    Layout layout = Layout::bshd;                 // of rank-4 tensors; packed ones are [total, heads, head_dim]
+    std::optional<double> softmax_scale;          // default 1/sqrt(head_dim_qk)
+    bool causal = false;                          // j <= t
+    bool top_left = false;                        // q_offset = 0 instead of seqlen_kv - seqlen_q
+    std::optional<int64_t> q_offset;              // one position offset for all sequences
+    Tensor q_offset_array;                        // or one per sequence, int32 or int64 [batch]
     int64_t window_left = -1, window_right = -1;  // t - left <= j <= t + right; -1 = unbounded
     int64_t chunk = 0;
     Mask mask;
@@ -468,8 +469,8 @@ public:
         const auto args = detail::forward_args(o, lse);
         detail::check(tilewise_plan_forward(plan_.get(), &problem.c(), &args, workspace, bytes, nullptr));
     }
-    void backward(const Problem& problem, const Tensor& d_o, const Tensor& o, const Tensor& lse, const Gradients& gradients,
-                  const Tensor& dlse, void* workspace, size_t bytes) const {
+    void backward(const Problem& problem, const Tensor& d_o, const Tensor& o, const Tensor& lse,
+                  const Gradients& gradients, const Tensor& dlse, void* workspace, size_t bytes) const {
         const detail::BackwardArgs args(problem, d_o, o, lse, dlse, gradients);
         detail::check(tilewise_plan_backward(plan_.get(), &problem.c(), &args.c, workspace, bytes, nullptr));
     }

@@ -1,4 +1,5 @@
-// The only file that knows Python: turns tuples and numbers into the structs of the C ABI, and statuses into exceptions.
+// The only file that knows Python: turns tuples and numbers into the structs of the C ABI, and statuses into
+// exceptions.
 //
 // A view of an array is the tuple (address, dtype, shape, strides): dtype is a number of tilewise_dtype, strides count
 // elements. Views carry no ownership; the Python side keeps the arrays alive until the call is over.
@@ -117,8 +118,8 @@ tilewise_backward_args backward_args(nb::handle views, const std::vector<tilewis
     tilewise_backward_args args;
     tilewise_backward_args_init(&args);
     Py_ssize_t n = 0;
-    for (tilewise_tensor* tensor : {&args.d_o, &args.o, &args.lse, &args.dlse, &args.dq, &args.dk, &args.dv, &args.dbias,
-                                    &args.dalibi_slopes, &args.dsinks}) {
+    for (tilewise_tensor* tensor : {&args.d_o, &args.o, &args.lse, &args.dlse, &args.dq, &args.dk, &args.dv,
+                                    &args.dbias, &args.dalibi_slopes, &args.dsinks}) {
         *tensor = to_tensor(item(views, n++));
     }
     args.darrays = darrays.empty() ? nullptr : darrays.data();
@@ -188,14 +189,16 @@ void run_without_gil(const Run& run) {
 }  // namespace
 
 NB_MODULE(_ext, m) {
-    m.doc() = "C ABI of tilewise. A view is (address, dtype number, shape, strides in elements); None is an absent one.";
+    m.doc() =
+        "C ABI of tilewise. A view is (address, dtype number, shape, strides in elements); None is an absent one.";
 
     auto problem = nb::class_<Problem>(m, "Problem");
     problem.def(nb::init<nb::handle, nb::handle, nb::handle, int32_t>(), nb::arg("q").none(), nb::arg("k").none(),
                 nb::arg("v").none(), nb::arg("layout"));
-#define TILEWISE_NUMBER(field) \
-    problem.def_prop_rw(#field, [](const Problem& p) { return p.raw.field; }, \
-                        [](Problem& p, decltype(tilewise_problem::field) value) { p.raw.field = value; })
+#define TILEWISE_NUMBER(field)                                \
+    problem.def_prop_rw(                                      \
+        #field, [](const Problem& p) { return p.raw.field; }, \
+        [](Problem& p, decltype(tilewise_problem::field) value) { p.raw.field = value; })
     TILEWISE_NUMBER(softmax_scale);
     TILEWISE_NUMBER(has_softmax_scale);
     TILEWISE_NUMBER(causal);
@@ -214,9 +217,9 @@ NB_MODULE(_ext, m) {
     TILEWISE_NUMBER(batch_invariant);
     TILEWISE_NUMBER(validate);
 #undef TILEWISE_NUMBER
-#define TILEWISE_VIEW(field)                                                                                   \
-    problem.def("set_" #field, [](Problem& p, nb::handle view) { p.raw.field = to_tensor(view); }, \
-                nb::arg("view").none())
+#define TILEWISE_VIEW(field) \
+    problem.def(             \
+        "set_" #field, [](Problem& p, nb::handle view) { p.raw.field = to_tensor(view); }, nb::arg("view").none())
     TILEWISE_VIEW(q_offset);
     TILEWISE_VIEW(bias);
     TILEWISE_VIEW(alibi_slopes);
@@ -227,9 +230,10 @@ NB_MODULE(_ext, m) {
     TILEWISE_VIEW(seqused_kv);
     TILEWISE_VIEW(leftpad_kv);
 #undef TILEWISE_VIEW
-#define TILEWISE_TEXT(field)                                           \
-    problem.def_prop_rw(#field, [](const Problem& p) { return p.field; }, \
-                        [](Problem& p, std::string text) { p.set_text(p.field, p.raw.field, std::move(text)); })
+#define TILEWISE_TEXT(field)                              \
+    problem.def_prop_rw(                                  \
+        #field, [](const Problem& p) { return p.field; }, \
+        [](Problem& p, std::string text) { p.set_text(p.field, p.raw.field, std::move(text)); })
     TILEWISE_TEXT(mask);
     TILEWISE_TEXT(score_mod);
     TILEWISE_TEXT(backend);
@@ -269,7 +273,8 @@ NB_MODULE(_ext, m) {
             nb::arg("problem"), nb::arg("o"), nb::arg("lse").none(), nb::arg("workspace"), nb::arg("workspace_bytes"))
         .def(
             "backward",
-            [](const Plan& plan, const Problem& p, nb::handle views, nb::handle darrays, uintptr_t workspace, size_t bytes) {
+            [](const Plan& plan, const Problem& p, nb::handle views, nb::handle darrays, uintptr_t workspace,
+               size_t bytes) {
                 const std::vector<tilewise_tensor> gradients = gradient_arrays(p, darrays);
                 const tilewise_backward_args args = backward_args(views, gradients);
                 const Workspace scratch(plan, workspace, bytes);

@@ -144,7 +144,8 @@ tilewise_status tilewise_dropout_mask(int64_t seed, int64_t offset, double dropo
             refuse("out", describe(array), "uint8 or bool [batch, num_heads_q, seqlen_q, seqlen_kv]");
         }
         if (array.data == nullptr && array.size() != 0) refuse("out", "a null pointer", "a pointer to its elements");
-        if (!(dropout_p >= 0 && dropout_p < 1)) refuse("dropout_p", std::to_string(dropout_p), "a probability in [0, 1)");
+        if (!(dropout_p >= 0 && dropout_p < 1))
+            refuse("dropout_p", std::to_string(dropout_p), "a probability in [0, 1)");
         const uint32_t threshold = dropout_threshold(dropout_p);
         std::string row(static_cast<size_t>(array.shape[3]), '\0');
         for (int64_t b = 0; b < array.shape[0]; ++b) {
@@ -152,7 +153,8 @@ tilewise_status tilewise_dropout_mask(int64_t seed, int64_t offset, double dropo
                 for (int64_t i = 0; i < array.shape[2]; ++i) {
                     auto* keep = reinterpret_cast<uint8_t*>(row.data());
                     dropout_row(seed, offset, b * array.shape[1] + h, i, {0, array.shape[3]}, threshold, keep);
-                    auto* target = static_cast<uint8_t*>(array.data) + b * array.stride[0] + h * array.stride[1] + i * array.stride[2];
+                    auto* target = static_cast<uint8_t*>(array.data) + b * array.stride[0] + h * array.stride[1] +
+                                   i * array.stride[2];
                     for (int64_t j = 0; j < array.shape[3]; ++j) target[j * array.stride[3]] = keep[j];
                 }
             }
@@ -161,7 +163,8 @@ tilewise_status tilewise_dropout_mask(int64_t seed, int64_t offset, double dropo
 }
 
 tilewise_status tilewise_attn_probs(const tilewise_problem* problem, const tilewise_tensor* lse, const int64_t* rows,
-                                    int64_t num_rows, const int64_t* heads, int64_t num_heads, const tilewise_tensor* out) {
+                                    int64_t num_rows, const int64_t* heads, int64_t num_heads,
+                                    const tilewise_tensor* out) {
     return guarded([&] {
         tilewise_problem raw = given(problem, "problem");
         if (raw.struct_size != sizeof(tilewise_problem)) {
@@ -204,18 +207,21 @@ tilewise_status tilewise_merge(const tilewise_tensor* o_parts, const tilewise_te
             if (!a || (a.data == nullptr && a.size() != 0)) refuse(argument, "no data", "a tensor with data");
             return a;
         };
-        merge(array(o_parts, "o_parts"), array(lse_parts, "lse_parts"), array(o_out, "o_out"), array(lse_out, "lse_out"));
+        merge(array(o_parts, "o_parts"), array(lse_parts, "lse_parts"), array(o_out, "o_out"),
+              array(lse_out, "lse_out"));
     });
 }
 
-tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, int64_t h, int64_t tile_m, int64_t tile_n,
-                                    uint8_t* out, size_t capacity, size_t* count) {
+tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, int64_t h, int64_t tile_m,
+                                    int64_t tile_n, uint8_t* out, size_t capacity, size_t* count) {
     return guarded([&] {
         const Problem p = make_problem(given(problem, "problem"));
         if (count == nullptr) refuse("count", "a null pointer", "a pointer to receive the number of tiles");
         if (b < 0 || b >= p.batch) refuse("b", std::to_string(b), "0 to batch - 1 = " + std::to_string(p.batch - 1));
-        if (h < 0 || h >= p.num_heads_q) refuse("h", std::to_string(h), "0 to num_heads_q - 1 = " + std::to_string(p.num_heads_q - 1));
-        if (tile_m < 1 || tile_n < 1) refuse("tile_m, tile_n", std::to_string(tile_m) + ", " + std::to_string(tile_n), ">= 1");
+        if (h < 0 || h >= p.num_heads_q)
+            refuse("h", std::to_string(h), "0 to num_heads_q - 1 = " + std::to_string(p.num_heads_q - 1));
+        if (tile_m < 1 || tile_n < 1)
+            refuse("tile_m, tile_n", std::to_string(tile_m) + ", " + std::to_string(tile_n), ">= 1");
         const Sequence& s = p.sequences[static_cast<size_t>(b)];
         const int64_t rows = (s.q_len + tile_m - 1) / tile_m, columns = (s.kv_len + tile_n - 1) / tile_n;
         *count = static_cast<size_t>(rows * columns);
@@ -254,10 +260,12 @@ size_t tilewise_doctor(char* buffer, size_t capacity) {
     std::string text;
     guarded([&] {
         text = std::string("tilewise: ") + TILEWISE_VERSION_STRING + "\n" + backend_facts();
-        for (const Implementation* implementation : implementations()) text += std::string("implementation: ") + implementation->name + "\n";
+        for (const Implementation* implementation : implementations())
+            text += std::string("implementation: ") + implementation->name + "\n";
         for (const EnvVariable& variable : env_variables()) {
             const std::string value = env(variable.name);
-            text += std::string(variable.name) + ": " + (value.empty() ? "not set" : value) + " (" + variable.meaning + ")\n";
+            text += std::string(variable.name) + ": " + (value.empty() ? "not set" : value) + " (" + variable.meaning +
+                    ")\n";
         }
     });
     return copy_text(text, buffer, capacity);

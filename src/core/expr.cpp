@@ -30,22 +30,14 @@ constexpr const char* kVariableList = "x b h i j seqlen_q seqlen_kv q_offset hea
 constexpr const char* kOpList =
     "add sub mul div floordiv mod min max neg abs exp log tanh sqrt lt le gt ge eq ne and or not where float gather";
 
-const Syntax& syntax(Op op) {
-    return kSyntax[static_cast<size_t>(op)];
-}
+const Syntax& syntax(Op op) { return kSyntax[static_cast<size_t>(op)]; }
 
-const char* kind_name(Kind kind) {
-    return kind == Kind::boolean ? "bool" : kind == Kind::integer ? "integer" : "real";
-}
+const char* kind_name(Kind kind) { return kind == Kind::boolean ? "bool" : kind == Kind::integer ? "integer" : "real"; }
 
 }  // namespace
 
-const char* name(Op op) {
-    return syntax(op).name;
-}
-const char* name(Variable variable) {
-    return kVariableNames[static_cast<size_t>(variable)];
-}
+const char* name(Op op) { return syntax(op).name; }
+const char* name(Variable variable) { return kVariableNames[static_cast<size_t>(variable)]; }
 
 bool Node::operator==(const Node& other) const {
     return op == other.op && kind == other.kind && num_args == other.num_args && args == other.args &&
@@ -69,9 +61,7 @@ size_t hash(const Node& node) {
     return static_cast<size_t>(state ^ (state >> 29));
 }
 
-Kind wider(Kind a, Kind b) {
-    return a > b ? a : b;
-}
+Kind wider(Kind a, Kind b) { return a > b ? a : b; }
 
 }  // namespace
 
@@ -131,12 +121,8 @@ int ExprBuilder::widen(int id, Kind kind) {
     return add({.op = Op::promote, .kind = kind, .num_args = 1, .args = {id}});
 }
 
-int ExprBuilder::literal(int32_t value) {
-    return add({.op = Op::literal, .kind = Kind::integer, .integer = value});
-}
-int ExprBuilder::literal(bool value) {
-    return add({.op = Op::literal, .kind = Kind::boolean, .integer = value});
-}
+int ExprBuilder::literal(int32_t value) { return add({.op = Op::literal, .kind = Kind::integer, .integer = value}); }
+int ExprBuilder::literal(bool value) { return add({.op = Op::literal, .kind = Kind::boolean, .integer = value}); }
 int ExprBuilder::literal(double value) {
     if (std::isnan(value)) fail("the constant NaN", "numbers, inf and -inf");
     return add({.op = Op::literal, .kind = Kind::real, .real = value});
@@ -215,24 +201,18 @@ int ExprBuilder::call(Op op, std::span<const int> args) {
         case Op::min:
         case Op::max:
         case Op::neg:
-        case Op::abs:
-            node.kind = operands;
-            break;
+        case Op::abs: node.kind = operands; break;
         case Op::div:
         case Op::exp:
         case Op::log:
         case Op::tanh:
-        case Op::sqrt:
-            node.kind = operands = Kind::real;
-            break;
+        case Op::sqrt: node.kind = operands = Kind::real; break;
         case Op::lt:
         case Op::le:
         case Op::gt:
         case Op::ge:
         case Op::eq:
-        case Op::ne:
-            node.kind = Kind::boolean;
-            break;
+        case Op::ne: node.kind = Kind::boolean; break;
         case Op::logical_and:
         case Op::logical_or:
         case Op::logical_not:
@@ -254,8 +234,7 @@ int ExprBuilder::call(Op op, std::span<const int> args) {
         case Op::variable:
         case Op::scalar:
         case Op::gather:
-        case Op::promote:
-            break;
+        case Op::promote: break;
     }
     for (size_t a = first; a < args.size(); ++a) node.args[a] = widen(args[a], operands);
     return add(node);
@@ -355,8 +334,7 @@ std::string leaf_text(const Node& node) {
             if (node.kind == Kind::real) return real_text(node.real);
             if (node.kind == Kind::integer) return std::to_string(node.integer);
             return node.integer ? "true" : "false";
-        case Op::variable:
-            return name(static_cast<Variable>(node.index));
+        case Op::variable: return name(static_cast<Variable>(node.index));
         case Op::scalar: {
             std::string text = "$";
             text += std::to_string(node.index);
@@ -366,14 +344,11 @@ std::string leaf_text(const Node& node) {
             std::string text = "gather(@";
             return text += std::to_string(node.index);  // the indices and ')' follow
         }
-        default:
-            return std::string(name(node.op)) + "(";
+        default: return std::string(name(node.op)) + "(";
     }
 }
 
-bool is_leaf(const Node& node) {
-    return node.op == Op::literal || node.op == Op::variable || node.op == Op::scalar;
-}
+bool is_leaf(const Node& node) { return node.op == Op::literal || node.op == Op::variable || node.op == Op::scalar; }
 
 }  // namespace
 
@@ -416,12 +391,8 @@ std::string Expr::text() const {
 
 namespace {
 
-bool is_digit(char c) {
-    return c >= '0' && c <= '9';
-}
-bool is_letter(char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
-}
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_'; }
 
 class Parser {
 public:

@@ -83,9 +83,7 @@ const char* name(Variable variable);
 
 // Set of variables, as bits.
 using Uses = uint32_t;
-constexpr Uses bit(Variable v) {
-    return Uses{1} << static_cast<int>(v);
-}
+constexpr Uses bit(Variable v) { return Uses{1} << static_cast<int>(v); }
 inline constexpr Uses kVariesAlongRow = bit(Variable::x) | bit(Variable::j);
 
 // Operands come before their users, and their kinds already fit: every conversion is a node.

@@ -112,37 +112,26 @@ private:
                 if (wanted(b)) give(b, select(a, adjoint.node, zero_));
                 if (wanted(node.args[2])) give(node.args[2], select(a, zero_, adjoint.node));
                 break;
-            case Op::neg:
-                give(a, negated(adjoint));
-                break;
+            case Op::neg: give(a, negated(adjoint)); break;
             case Op::abs:
                 give(a, {build_.call(Op::where, {build_.call(Op::lt, {a, zero_}), negated(adjoint).node, adjoint.node}),
                          adjoint.selected});
                 break;
-            case Op::exp:
-                give(a, product(adjoint, id));
-                break;
-            case Op::log:
-                give(a, quotient(adjoint, a));
-                break;
+            case Op::exp: give(a, product(adjoint, id)); break;
+            case Op::log: give(a, quotient(adjoint, a)); break;
             case Op::tanh:
                 give(a, product(adjoint, build_.call(Op::sub, {one_, build_.call(Op::mul, {id, id})})));
                 break;
-            case Op::sqrt:
-                give(a, quotient(adjoint, build_.call(Op::add, {id, id})));
-                break;
-            default:
-                break;  // leaves; floordiv, comparisons and conversions, which have no derivative
+            case Op::sqrt: give(a, quotient(adjoint, build_.call(Op::add, {id, id}))); break;
+            default: break;  // leaves; floordiv, comparisons and conversions, which have no derivative
         }
     }
 
     void give(int arg, Value share) {
         if (!active_[at(arg)] || share.node == zero_) return;
         Value& sum = adjoint_[at(arg)];
-        if (sum.node < 0)
-            sum = share;
-        else
-            sum = {build_.call(Op::add, {sum.node, share.node}), sum.selected || share.selected};
+        if (sum.node < 0) sum = share;
+        else sum = {build_.call(Op::add, {sum.node, share.node}), sum.selected || share.selected};
     }
 
     Value negated(Value v) {

@@ -12,17 +12,13 @@ namespace tilewise::core {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-int64_t aligned(int64_t bytes) {
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
+int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 int64_t values_bytes(const RowProgram& program, size_t real_size) {
     const size_t value = real_size == sizeof(double) ? sizeof(RowValue<double>) : sizeof(RowValue<float>);
     return aligned(static_cast<int64_t>(program.expr().nodes().size() * value));
 }
-int64_t row_bytes(int64_t max_n, size_t real_size) {
-    return aligned(max_n * static_cast<int64_t>(real_size));
-}
+int64_t row_bytes(int64_t max_n, size_t real_size) { return aligned(max_n * static_cast<int64_t>(real_size)); }
 
 std::shared_ptr<std::byte> allocate(int64_t bytes) {
     void* memory = ::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)), std::align_val_t{kAlignment});
@@ -128,10 +124,8 @@ void RowEvaluator<T>::result(const ExprContext& context, int64_t i, Range j, con
         const RowValue<T>& value = values_[id];
         if (value.uniform()) {
             V v;
-            if constexpr (std::is_same_v<V, T>)
-                v = value.real;
-            else
-                v = static_cast<V>(value.integer);
+            if constexpr (std::is_same_v<V, T>) v = value.real;
+            else v = static_cast<V>(value.integer);
             std::fill_n(out + done, n, v);
         } else if (value.row != out + done) {
             std::memcpy(out + done, value.row, static_cast<size_t>(n) * sizeof(V));
@@ -162,10 +156,8 @@ void gather_offsets(const RowEvaluator<T>& evaluator, const Adjoint::Gather& gat
         const int64_t shape = target.shape[d], stride = target.stride[d];
         for (int64_t k = 0; k < n; ++k) {
             const int32_t at = index.integer_at(k);
-            if (at < 0 || at >= shape)
-                offsets[k] = kOutside;
-            else if (offsets[k] != kOutside)
-                offsets[k] += at * stride;
+            if (at < 0 || at >= shape) offsets[k] = kOutside;
+            else if (offsets[k] != kOutside) offsets[k] += at * stride;
         }
     }
 }

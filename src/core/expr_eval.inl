@@ -28,12 +28,8 @@ namespace {
 // Element operations. Integers wrap around: their arithmetic is done on unsigned.
 
 using I = int32_t;
-inline I wrapped(uint32_t v) {
-    return static_cast<I>(v);
-}
-inline uint32_t bits(I v) {
-    return static_cast<uint32_t>(v);
-}
+inline I wrapped(uint32_t v) { return static_cast<I>(v); }
+inline uint32_t bits(I v) { return static_cast<uint32_t>(v); }
 
 struct Add {
     I operator()(I a, I b) const { return wrapped(bits(a) + bits(b)); }
@@ -176,18 +172,14 @@ struct Same {
 
 template <class V, class T>
 V single(const RowValue<T>& value) {
-    if constexpr (std::is_same_v<V, T>)
-        return value.real;
-    else
-        return static_cast<V>(value.integer);
+    if constexpr (std::is_same_v<V, T>) return value.real;
+    else return static_cast<V>(value.integer);
 }
 
 template <class V, class T, class F>
 void with_operand(const RowValue<T>& value, F&& f) {
-    if (value.row)
-        f(Row<V>{static_cast<const V*>(value.row)});
-    else
-        f(Same<V>{single<V>(value)});
+    if (value.row) f(Row<V>{static_cast<const V*>(value.row)});
+    else f(Same<V>{single<V>(value)});
 }
 
 // Where a node's values go: a row of n, or one value if no operand is a row.
@@ -200,10 +192,8 @@ struct Target {
     template <class V>
     void set(V v) const {
         value->row = nullptr;
-        if constexpr (std::is_same_v<V, T>)
-            value->real = v;
-        else
-            value->integer = v;
+        if constexpr (std::is_same_v<V, T>) value->real = v;
+        else value->integer = v;
     }
     template <class V, class F>
     void fill(F f) const {
@@ -241,17 +231,13 @@ void binary(const Target<T>& to, const RowValue<T>& a, const RowValue<T>& b, F o
 // Integer or real by kind of the operands.
 template <class F, class T>
 void arithmetic(const Target<T>& to, Kind kind, const RowValue<T>& a, const RowValue<T>& b, F op) {
-    if (kind == Kind::real)
-        binary<T, T>(to, a, b, op);
-    else
-        binary<I, I>(to, a, b, op);
+    if (kind == Kind::real) binary<T, T>(to, a, b, op);
+    else binary<I, I>(to, a, b, op);
 }
 template <class F, class T>
 void compare(const Target<T>& to, Kind operands, const RowValue<T>& a, const RowValue<T>& b, F op) {
-    if (operands == Kind::real)
-        binary<uint8_t, T>(to, a, b, op);
-    else
-        binary<uint8_t, I>(to, a, b, op);
+    if (operands == Kind::real) binary<uint8_t, T>(to, a, b, op);
+    else binary<uint8_t, I>(to, a, b, op);
 }
 
 // Division of a row by one positive integer, the usual case, without a division instruction per element: a shift for
@@ -264,10 +250,8 @@ bool divide_by_constant(const Target<T>& to, const RowValue<T>& a, const RowValu
     if ((d & (d - 1)) == 0) {
         int shift = 0;
         while ((I{1} << shift) != d) ++shift;
-        if (kModulo)
-            to.template fill<I>([=](int64_t k) { return in[k] & (d - 1); });
-        else
-            to.template fill<I>([=](int64_t k) { return in[k] >> shift; });
+        if (kModulo) to.template fill<I>([=](int64_t k) { return in[k] & (d - 1); });
+        else to.template fill<I>([=](int64_t k) { return in[k] >> shift; });
         return true;
     }
     const double divisor = d;
@@ -307,12 +291,9 @@ void select(const Target<T>& to, const RowValue<T>& condition, const RowValue<T>
 template <class T>
 void convert(const Target<T>& to, Kind from, Kind kind, const RowValue<T>& a) {
     const auto same = [](auto v) { return v; };
-    if (kind == Kind::integer)
-        unary<I, uint8_t>(to, a, same);
-    else if (from == Kind::integer)
-        unary<T, I>(to, a, same);
-    else
-        unary<T, uint8_t>(to, a, same);
+    if (kind == Kind::integer) unary<I, uint8_t>(to, a, same);
+    else if (from == Kind::integer) unary<T, I>(to, a, same);
+    else unary<T, uint8_t>(to, a, same);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -335,27 +316,19 @@ void with_loader(DType dtype, F&& f) {
         f([](const void* data, int64_t k) { return static_cast<V>(load<uint8_t>(data, k) != 0); });
     } else if constexpr (std::is_same_v<V, I>) {
         switch (dtype) {
-            case DType::i64:
-                return plain(int64_t{});
-            case DType::i16:
-                return plain(int16_t{});
-            case DType::i8:
-                return plain(int8_t{});
-            case DType::u8:
-                return plain(uint8_t{});
-            default:
-                return plain(int32_t{});  // u32 too: the same bits
+            case DType::i64: return plain(int64_t{});
+            case DType::i16: return plain(int16_t{});
+            case DType::i8: return plain(int8_t{});
+            case DType::u8: return plain(uint8_t{});
+            default: return plain(int32_t{});  // u32 too: the same bits
         }
     } else {
         switch (dtype) {
-            case DType::f64:
-                return plain(double{});
-            case DType::f32:
-                return plain(float{});
+            case DType::f64: return plain(double{});
+            case DType::f32: return plain(float{});
             case DType::f16:
                 return f([](const void* data, int64_t k) { return V{half_to_float(load<uint16_t>(data, k))}; });
-            default:
-                return f([](const void* data, int64_t k) { return V{bfloat_to_float(load<uint16_t>(data, k))}; });
+            default: return f([](const void* data, int64_t k) { return V{bfloat_to_float(load<uint16_t>(data, k))}; });
         }
     }
 }
@@ -439,10 +412,8 @@ void gather(const RowFrame<T>& frame, const Target<T>& to, const Node& node) {
                 return inside ? v : V{};
             });
         };
-        if (rows == 1)
-            loop(std::true_type{});
-        else
-            loop(std::false_type{});
+        if (rows == 1) loop(std::true_type{});
+        else loop(std::false_type{});
     });
 }
 
@@ -453,23 +424,15 @@ template <class T>
 I variable(const RowFrame<T>& frame, Variable v) {
     const ExprContext& c = *frame.context;
     switch (v) {
-        case Variable::b:
-            return static_cast<I>(c.b);
-        case Variable::h:
-            return static_cast<I>(c.h);
-        case Variable::i:
-            return static_cast<I>(frame.i);
-        case Variable::seqlen_q:
-            return static_cast<I>(c.seqlen_q);
-        case Variable::seqlen_kv:
-            return static_cast<I>(c.seqlen_kv);
-        case Variable::q_offset:
-            return static_cast<I>(c.q_offset);
-        case Variable::head_kv:
-            return static_cast<I>(c.head_kv);
+        case Variable::b: return static_cast<I>(c.b);
+        case Variable::h: return static_cast<I>(c.h);
+        case Variable::i: return static_cast<I>(frame.i);
+        case Variable::seqlen_q: return static_cast<I>(c.seqlen_q);
+        case Variable::seqlen_kv: return static_cast<I>(c.seqlen_kv);
+        case Variable::q_offset: return static_cast<I>(c.q_offset);
+        case Variable::head_kv: return static_cast<I>(c.head_kv);
         case Variable::x:
-        case Variable::j:
-            break;
+        case Variable::j: break;
     }
     return 0;
 }
@@ -504,9 +467,7 @@ void evaluate_row(const RowFrame<T>& frame) {
         const bool integers = operands == Kind::integer;
 
         switch (node.op) {
-            case Op::literal:
-                *to.value = {nullptr, static_cast<T>(node.real), node.integer};
-                break;
+            case Op::literal: *to.value = {nullptr, static_cast<T>(node.real), node.integer}; break;
             case Op::variable:
                 if (node.index == static_cast<int>(Variable::x)) {
                     *to.value = {frame.x, T{}, 0};
@@ -523,100 +484,50 @@ void evaluate_row(const RowFrame<T>& frame) {
                 break;
             }
             case Op::gather:
-                if (node.kind == Kind::real)
-                    gather<T>(frame, to, node);
-                else if (node.kind == Kind::integer)
-                    gather<I>(frame, to, node);
-                else
-                    gather<uint8_t>(frame, to, node);
+                if (node.kind == Kind::real) gather<T>(frame, to, node);
+                else if (node.kind == Kind::integer) gather<I>(frame, to, node);
+                else gather<uint8_t>(frame, to, node);
                 break;
             case Op::promote:
-            case Op::to_real:
-                convert(to, operands, node.kind, a);
-                break;
-            case Op::add:
-                arithmetic(to, operands, a, b, Add{});
-                break;
-            case Op::sub:
-                arithmetic(to, operands, a, b, Sub{});
-                break;
-            case Op::mul:
-                arithmetic(to, operands, a, b, Mul{});
-                break;
-            case Op::div:
-                binary<T, T>(to, a, b, Div{});
-                break;
+            case Op::to_real: convert(to, operands, node.kind, a); break;
+            case Op::add: arithmetic(to, operands, a, b, Add{}); break;
+            case Op::sub: arithmetic(to, operands, a, b, Sub{}); break;
+            case Op::mul: arithmetic(to, operands, a, b, Mul{}); break;
+            case Op::div: binary<T, T>(to, a, b, Div{}); break;
             case Op::floordiv:
                 if (!integers || !divide_by_constant<false>(to, a, b)) arithmetic(to, operands, a, b, FloorDiv{});
                 break;
             case Op::mod:
                 if (!integers || !divide_by_constant<true>(to, a, b)) arithmetic(to, operands, a, b, Mod{});
                 break;
-            case Op::min:
-                arithmetic(to, operands, a, b, Min{});
-                break;
-            case Op::max:
-                arithmetic(to, operands, a, b, Max{});
-                break;
+            case Op::min: arithmetic(to, operands, a, b, Min{}); break;
+            case Op::max: arithmetic(to, operands, a, b, Max{}); break;
             case Op::neg:
-                if (integers)
-                    unary<I, I>(to, a, Neg{});
-                else
-                    unary<T, T>(to, a, Neg{});
+                if (integers) unary<I, I>(to, a, Neg{});
+                else unary<T, T>(to, a, Neg{});
                 break;
             case Op::abs:
-                if (integers)
-                    unary<I, I>(to, a, Abs{});
-                else
-                    unary<T, T>(to, a, Abs{});
+                if (integers) unary<I, I>(to, a, Abs{});
+                else unary<T, T>(to, a, Abs{});
                 break;
-            case Op::exp:
-                unary<T, T>(to, a, Exp{});
-                break;
-            case Op::log:
-                unary<T, T>(to, a, Log{});
-                break;
-            case Op::tanh:
-                unary<T, T>(to, a, Tanh{});
-                break;
-            case Op::sqrt:
-                unary<T, T>(to, a, Sqrt{});
-                break;
-            case Op::lt:
-                compare(to, operands, a, b, Lt{});
-                break;
-            case Op::le:
-                compare(to, operands, a, b, Le{});
-                break;
-            case Op::gt:
-                compare(to, operands, b, a, Lt{});
-                break;
-            case Op::ge:
-                compare(to, operands, b, a, Le{});
-                break;
-            case Op::eq:
-                compare(to, operands, a, b, Eq{});
-                break;
-            case Op::ne:
-                compare(to, operands, a, b, Ne{});
-                break;
-            case Op::logical_and:
-                binary<uint8_t, uint8_t>(to, a, b, [](uint8_t p, uint8_t q) { return p & q; });
-                break;
-            case Op::logical_or:
-                binary<uint8_t, uint8_t>(to, a, b, [](uint8_t p, uint8_t q) { return p | q; });
-                break;
-            case Op::logical_not:
-                unary<uint8_t, uint8_t>(to, a, [](uint8_t p) { return p ^ 1; });
-                break;
+            case Op::exp: unary<T, T>(to, a, Exp{}); break;
+            case Op::log: unary<T, T>(to, a, Log{}); break;
+            case Op::tanh: unary<T, T>(to, a, Tanh{}); break;
+            case Op::sqrt: unary<T, T>(to, a, Sqrt{}); break;
+            case Op::lt: compare(to, operands, a, b, Lt{}); break;
+            case Op::le: compare(to, operands, a, b, Le{}); break;
+            case Op::gt: compare(to, operands, b, a, Lt{}); break;
+            case Op::ge: compare(to, operands, b, a, Le{}); break;
+            case Op::eq: compare(to, operands, a, b, Eq{}); break;
+            case Op::ne: compare(to, operands, a, b, Ne{}); break;
+            case Op::logical_and: binary<uint8_t, uint8_t>(to, a, b, [](uint8_t p, uint8_t q) { return p & q; }); break;
+            case Op::logical_or: binary<uint8_t, uint8_t>(to, a, b, [](uint8_t p, uint8_t q) { return p | q; }); break;
+            case Op::logical_not: unary<uint8_t, uint8_t>(to, a, [](uint8_t p) { return p ^ 1; }); break;
             case Op::where: {
                 const RowValue<T>& otherwise = frame.values[node.args[2]];
-                if (node.kind == Kind::real)
-                    select<T>(to, a, b, otherwise);
-                else if (node.kind == Kind::integer)
-                    select<I>(to, a, b, otherwise);
-                else
-                    select<uint8_t>(to, a, b, otherwise);
+                if (node.kind == Kind::real) select<T>(to, a, b, otherwise);
+                else if (node.kind == Kind::integer) select<I>(to, a, b, otherwise);
+                else select<uint8_t>(to, a, b, otherwise);
                 break;
             }
         }

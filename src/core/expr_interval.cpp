@@ -19,15 +19,9 @@ constexpr Interval kOnlyNan{kInfinity, -kInfinity, true};  // lo > hi: no number
 Interval hull(const Interval& a, const Interval& b) {
     return {std::min(a.lo, b.lo), std::max(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
 }
-bool contains(const Interval& a, double v) {
-    return a.lo <= v && v <= a.hi;
-}
-bool has_infinity(const Interval& a) {
-    return a.lo == -kInfinity || a.hi == kInfinity;
-}
-int64_t whole(double v) {
-    return static_cast<int64_t>(v);
-}
+bool contains(const Interval& a, double v) { return a.lo <= v && v <= a.hi; }
+bool has_infinity(const Interval& a) { return a.lo == -kInfinity || a.hi == kInfinity; }
+int64_t whole(double v) { return static_cast<int64_t>(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Integers: [lo, hi] of exact values, wrapped to int32
@@ -45,13 +39,9 @@ Interval integer_product(const Interval& a, const Interval& b) {
     return wrapped(*std::min_element(corners, corners + 4), *std::max_element(corners, corners + 4));
 }
 
-Interval integer_negation(const Interval& a) {
-    return wrapped(-whole(a.hi), -whole(a.lo));
-}
+Interval integer_negation(const Interval& a) { return wrapped(-whole(a.hi), -whole(a.lo)); }
 
-int64_t floor_quotient(int64_t a, int64_t b) {
-    return a / b - ((a % b != 0 && (a < 0) != (b < 0)) ? 1 : 0);
-}
+int64_t floor_quotient(int64_t a, int64_t b) { return a / b - ((a % b != 0 && (a < 0) != (b < 0)) ? 1 : 0); }
 
 // The parts of b: negative, zero (where the result is 0) and positive.
 template <class Positive>
@@ -115,9 +105,7 @@ Interval sum(const Interval& a, const Interval& b) {
     return out.lo <= out.hi ? out : kAnything;
 }
 
-Interval negation(const Interval& a) {
-    return {-a.hi, -a.lo, a.maybe_nan};
-}
+Interval negation(const Interval& a) { return {-a.hi, -a.lo, a.maybe_nan}; }
 
 template <class T>
 Interval product(const Interval& a, const Interval& b) {
@@ -182,15 +170,9 @@ Interval absolute(const Interval& a) {
 }
 
 // Room for inexact functions: relative 2^-10 covers tanh.approx, the worst of them.
-double below(double v) {
-    return v - std::fabs(v) * 0x1p-10;
-}
-double above(double v) {
-    return v + std::fabs(v) * 0x1p-10;
-}
-double finite_or_same(double v, double moved) {
-    return std::isinf(v) ? v : moved;
-}
+double below(double v) { return v - std::fabs(v) * 0x1p-10; }
+double above(double v) { return v + std::fabs(v) * 0x1p-10; }
+double finite_or_same(double v, double moved) { return std::isinf(v) ? v : moved; }
 
 template <class T>
 Interval exponential(const Interval& a) {
@@ -225,9 +207,7 @@ Interval square_root(const Interval& a) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Truth as an interval of 0 and 1
 
-Interval from(bool can_be_false, bool can_be_true) {
-    return {can_be_false ? 0.0 : 1.0, can_be_true ? 1.0 : 0.0};
-}
+Interval from(bool can_be_false, bool can_be_true) { return {can_be_false ? 0.0 : 1.0, can_be_true ? 1.0 : 0.0}; }
 
 // NaN makes every comparison false, except ne.
 Interval less(const Interval& a, const Interval& b) {
@@ -239,9 +219,7 @@ Interval less_or_equal(const Interval& a, const Interval& b) {
 Interval equal(const Interval& a, const Interval& b) {
     return from(!(a.point() && b.point() && a.lo == b.lo), a.lo <= b.hi && b.lo <= a.hi);
 }
-Interval opposite(const Interval& a) {
-    return {1 - a.hi, 1 - a.lo};
-}
+Interval opposite(const Interval& a) { return {1 - a.hi, 1 - a.lo}; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The walk over the nodes
@@ -272,63 +250,36 @@ private:
         const Interval& b = values_[node.args[1]];
         const bool real = node.kind == Kind::real;
         switch (node.op) {
-            case Op::literal:
-                return point(real ? rounded<T>(node.real) : node.integer);
-            case Op::variable:
-                return variable(static_cast<Variable>(node.index));
-            case Op::scalar:
-                return scalar(context_.scalars[static_cast<size_t>(node.index)], real);
-            case Op::gather:
-                return gather(node);
+            case Op::literal: return point(real ? rounded<T>(node.real) : node.integer);
+            case Op::variable: return variable(static_cast<Variable>(node.index));
+            case Op::scalar: return scalar(context_.scalars[static_cast<size_t>(node.index)], real);
+            case Op::gather: return gather(node);
             case Op::promote:
-            case Op::to_real:
-                return real ? Interval{rounded<T>(a.lo), rounded<T>(a.hi)} : a;
-            case Op::add:
-                return real ? sum<T>(a, b) : wrapped(whole(a.lo) + whole(b.lo), whole(a.hi) + whole(b.hi));
+            case Op::to_real: return real ? Interval{rounded<T>(a.lo), rounded<T>(a.hi)} : a;
+            case Op::add: return real ? sum<T>(a, b) : wrapped(whole(a.lo) + whole(b.lo), whole(a.hi) + whole(b.hi));
             case Op::sub:
                 return real ? sum<T>(a, negation(b)) : wrapped(whole(a.lo) - whole(b.hi), whole(a.hi) - whole(b.lo));
-            case Op::mul:
-                return real ? product<T>(a, b) : integer_product(a, b);
-            case Op::div:
-                return quotient<T>(a, b);
-            case Op::floordiv:
-                return real ? floor_of<T>(quotient<T>(a, b)) : integer_floordiv(a, b);
-            case Op::mod:
-                return real ? mod<T>(a, b) : integer_mod(a, b);
-            case Op::min:
-                return {std::min(a.lo, b.lo), std::min(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
-            case Op::max:
-                return {std::max(a.lo, b.lo), std::max(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
-            case Op::neg:
-                return real ? negation(a) : integer_negation(a);
-            case Op::abs:
-                return real ? absolute<T>(a) : integer_abs(a);
-            case Op::exp:
-                return exponential<T>(a);
-            case Op::log:
-                return logarithm<T>(a);
-            case Op::tanh:
-                return hyperbolic_tangent<T>(a);
-            case Op::sqrt:
-                return square_root<T>(a);
-            case Op::lt:
-                return less(a, b);
-            case Op::le:
-                return less_or_equal(a, b);
-            case Op::gt:
-                return less(b, a);
-            case Op::ge:
-                return less_or_equal(b, a);
-            case Op::eq:
-                return equal(a, b);
-            case Op::ne:
-                return opposite(equal(a, b));
-            case Op::logical_and:
-                return {std::min(a.lo, b.lo), std::min(a.hi, b.hi)};
-            case Op::logical_or:
-                return {std::max(a.lo, b.lo), std::max(a.hi, b.hi)};
-            case Op::logical_not:
-                return opposite(a);
+            case Op::mul: return real ? product<T>(a, b) : integer_product(a, b);
+            case Op::div: return quotient<T>(a, b);
+            case Op::floordiv: return real ? floor_of<T>(quotient<T>(a, b)) : integer_floordiv(a, b);
+            case Op::mod: return real ? mod<T>(a, b) : integer_mod(a, b);
+            case Op::min: return {std::min(a.lo, b.lo), std::min(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
+            case Op::max: return {std::max(a.lo, b.lo), std::max(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
+            case Op::neg: return real ? negation(a) : integer_negation(a);
+            case Op::abs: return real ? absolute<T>(a) : integer_abs(a);
+            case Op::exp: return exponential<T>(a);
+            case Op::log: return logarithm<T>(a);
+            case Op::tanh: return hyperbolic_tangent<T>(a);
+            case Op::sqrt: return square_root<T>(a);
+            case Op::lt: return less(a, b);
+            case Op::le: return less_or_equal(a, b);
+            case Op::gt: return less(b, a);
+            case Op::ge: return less_or_equal(b, a);
+            case Op::eq: return equal(a, b);
+            case Op::ne: return opposite(equal(a, b));
+            case Op::logical_and: return {std::min(a.lo, b.lo), std::min(a.hi, b.hi)};
+            case Op::logical_or: return {std::max(a.lo, b.lo), std::max(a.hi, b.hi)};
+            case Op::logical_not: return opposite(a);
             case Op::where: {
                 const Interval& otherwise = values_[node.args[2]];
                 return a.lo == 1 ? b : a.hi == 0 ? otherwise : hull(b, otherwise);
@@ -343,24 +294,15 @@ private:
 
     Interval variable(Variable v) const {
         switch (v) {
-            case Variable::x:
-                return x_;
-            case Variable::i:
-                return positions(i_);
-            case Variable::j:
-                return positions(j_);
-            case Variable::b:
-                return integer(context_.b);
-            case Variable::h:
-                return integer(context_.h);
-            case Variable::seqlen_q:
-                return integer(context_.seqlen_q);
-            case Variable::seqlen_kv:
-                return integer(context_.seqlen_kv);
-            case Variable::q_offset:
-                return integer(context_.q_offset);
-            case Variable::head_kv:
-                return integer(context_.head_kv);
+            case Variable::x: return x_;
+            case Variable::i: return positions(i_);
+            case Variable::j: return positions(j_);
+            case Variable::b: return integer(context_.b);
+            case Variable::h: return integer(context_.h);
+            case Variable::seqlen_q: return integer(context_.seqlen_q);
+            case Variable::seqlen_kv: return integer(context_.seqlen_kv);
+            case Variable::q_offset: return integer(context_.q_offset);
+            case Variable::head_kv: return integer(context_.head_kv);
         }
         return kAllIntegers;
     }

@@ -11,12 +11,13 @@ void merge(const Array& o_parts, const Array& lse_parts, const Array& o, const A
     const auto require = [](bool good, const char* argument, const Array& seen, const char* allowed) {
         if (!good) refuse(argument, describe(seen), allowed);
     };
-    require(o_parts.rank == 3 && is_float(o_parts.dtype), "o_parts", o_parts, "a float array [parts, rows, head_dim_v]");
+    require(o_parts.rank == 3 && is_float(o_parts.dtype), "o_parts", o_parts,
+            "a float array [parts, rows, head_dim_v]");
     require(lse_parts.rank == 2 && (lse_parts.dtype == DType::f32 || lse_parts.dtype == DType::f64) &&
                 lse_parts.shape[0] == o_parts.shape[0] && lse_parts.shape[1] == o_parts.shape[1],
             "lse_parts", lse_parts, "float32 or float64 [parts, rows]");
-    require(o.rank == 2 && is_float(o.dtype) && o.shape[0] == o_parts.shape[1] && o.shape[1] == o_parts.shape[2], "o", o,
-            "a float array [rows, head_dim_v]");
+    require(o.rank == 2 && is_float(o.dtype) && o.shape[0] == o_parts.shape[1] && o.shape[1] == o_parts.shape[2], "o",
+            o, "a float array [rows, head_dim_v]");
     require(lse.rank == 1 && (lse.dtype == DType::f32 || lse.dtype == DType::f64) && lse.shape[0] == o_parts.shape[1],
             "lse", lse, "float32 or float64 [rows]");
     constexpr double kInfinity = std::numeric_limits<double>::infinity();

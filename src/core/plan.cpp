@@ -51,9 +51,9 @@ std::unique_ptr<void, Free> allocate(size_t bytes) {
 template <class Args>
 void check_size(const Args& args, const char* what) {
     if (args.struct_size != sizeof(Args)) {
-        throw Error(Status::version_mismatch, std::string(what) + ".struct_size: got " + std::to_string(args.struct_size) +
-                                                  "; allowed: " + std::to_string(sizeof(Args)) +
-                                                  ". Start from the tilewise_*_init function of the same header.");
+        throw Error(Status::version_mismatch,
+                    std::string(what) + ".struct_size: got " + std::to_string(args.struct_size) + "; allowed: " +
+                        std::to_string(sizeof(Args)) + ". Start from the tilewise_*_init function of the same header.");
     }
 }
 

@@ -12,7 +12,8 @@ namespace tilewise::core {
 namespace {
 
 void require_data(const Array& array, const char* argument) {
-    if (array && array.data == nullptr && array.size() != 0) refuse(argument, "a null pointer", "a pointer to its elements");
+    if (array && array.data == nullptr && array.size() != 0)
+        refuse(argument, "a null pointer", "a pointer to its elements");
 }
 
 std::string shape_text(const Array& array) {
@@ -65,9 +66,11 @@ struct Axes {
 Axes axes_of(const Array& array, const char* argument, bool packed, int32_t layout) {
     if (array.rank != (packed ? 3 : 4)) {
         refuse(argument, "rank " + std::to_string(array.rank),
-               packed ? "rank 3 [total, heads, head_dim], since cu_seqlens is given"
-                      : "rank 4 [batch, seqlen, heads, head_dim] (or [batch, heads, seqlen, head_dim] with layout bhsd)",
-               packed ? "" : "For packed sequences give cu_seqlens_q and cu_seqlens_kv; for one sequence add a batch axis.");
+               packed
+                   ? "rank 3 [total, heads, head_dim], since cu_seqlens is given"
+                   : "rank 4 [batch, seqlen, heads, head_dim] (or [batch, heads, seqlen, head_dim] with layout bhsd)",
+               packed ? ""
+                      : "For packed sequences give cu_seqlens_q and cu_seqlens_kv; for one sequence add a batch axis.");
     }
     if (packed) return {1, array.shape[0], array.shape[1], array.shape[2]};
     if (layout == TILEWISE_BHSD) return {array.shape[0], array.shape[2], array.shape[1], array.shape[3]};
@@ -94,13 +97,15 @@ void require_lengths(const Array& cu, const char* argument, int64_t total) {
     for (int64_t n = 1; n < cu.shape[0]; ++n) {
         const int64_t next = element(cu, n);
         if (next < previous) {
-            refuse(argument, "entry " + std::to_string(n) + " = " + std::to_string(next) + " after " + std::to_string(previous),
+            refuse(argument,
+                   "entry " + std::to_string(n) + " = " + std::to_string(next) + " after " + std::to_string(previous),
                    "entries that never decrease (prefix sums of the lengths)");
         }
         previous = next;
     }
     if (previous > total) {
-        refuse(argument, "last entry " + std::to_string(previous), "at most the number of tokens, " + std::to_string(total));
+        refuse(argument, "last entry " + std::to_string(previous),
+               "at most the number of tokens, " + std::to_string(total));
     }
 }
 
@@ -231,7 +236,7 @@ Tensor4 view_like(const tilewise_tensor& tensor, const char* argument, const Pro
     const int64_t rows = query_side ? p.q_rows : p.kv_rows;
     const int64_t heads = query_side ? p.num_heads_q : p.num_heads_kv;
     if (axes.batch != batch || axes.rows != rows || axes.heads != heads || axes.dim != dim) {
-        const std::string want = packed                       ? shape_text({rows, heads, dim})
+        const std::string want = packed                      ? shape_text({rows, heads, dim})
                                  : p.layout == TILEWISE_BHSD ? shape_text({batch, heads, rows, dim})
                                                              : shape_text({batch, rows, heads, dim});
         refuse(argument, shape_text(array), want);
@@ -279,7 +284,8 @@ Rows3 view_lse(const tilewise_tensor& tensor, const char* argument, const Proble
         }
         rows.head_stride = array.stride[0], rows.row_stride = array.stride[1];
     } else {
-        if (array.rank != 3 || array.shape[0] != p.batch || array.shape[1] != p.num_heads_q || array.shape[2] != p.q_rows) {
+        if (array.rank != 3 || array.shape[0] != p.batch || array.shape[1] != p.num_heads_q ||
+            array.shape[2] != p.q_rows) {
             refuse(argument, shape_text(array),
                    "[batch, num_heads_q, seqlen_q] = " + shape_text({p.batch, p.num_heads_q, p.q_rows}));
         }
@@ -328,7 +334,8 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     int64_t batch = -1;
     const auto agree_on_batch = [&](int64_t n, const char* argument) {
         if (batch >= 0 && n != batch) {
-            refuse(argument, "batch " + std::to_string(n), "batch " + std::to_string(batch) + ", as the arguments before it");
+            refuse(argument, "batch " + std::to_string(n),
+                   "batch " + std::to_string(batch) + ", as the arguments before it");
         }
         batch = n;
     };
@@ -352,9 +359,11 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
                "Only v may have another head_dim.");
     }
     if (va.rows != ka.rows) refuse("v", std::to_string(va.rows) + " rows", "as many as k, " + std::to_string(ka.rows));
-    if (va.heads != ka.heads) refuse("v", std::to_string(va.heads) + " heads", "as many as k, " + std::to_string(ka.heads));
+    if (va.heads != ka.heads)
+        refuse("v", std::to_string(va.heads) + " heads", "as many as k, " + std::to_string(ka.heads));
     if (p.num_heads_kv == 0 ? p.num_heads_q != 0 : p.num_heads_q % p.num_heads_kv != 0) {
-        refuse("q", std::to_string(p.num_heads_q) + " heads with " + std::to_string(p.num_heads_kv) + " heads of k and v",
+        refuse("q",
+               std::to_string(p.num_heads_q) + " heads with " + std::to_string(p.num_heads_kv) + " heads of k and v",
                "a whole multiple (num_heads_q = group * num_heads_kv)");
     }
     p.q = view4(q, p.packed_q, p.layout);
@@ -380,14 +389,18 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
             break;
         default: refuse("q_offset_mode", std::to_string(raw.q_offset_mode), "a tilewise_offset_mode (0 to 3)");
     }
-    for (const auto& [array, argument] : {std::pair{&cu_q, "cu_seqlens_q"}, {&cu_kv, "cu_seqlens_kv"},
-                                          {&seqused_q, "seqused_q"}, {&seqused_kv, "seqused_kv"},
-                                          {&leftpad, "leftpad_kv"}, {&q_offset, "q_offset"}}) {
+    for (const auto& [array, argument] : {std::pair{&cu_q, "cu_seqlens_q"},
+                                          {&cu_kv, "cu_seqlens_kv"},
+                                          {&seqused_q, "seqused_q"},
+                                          {&seqused_kv, "seqused_kv"},
+                                          {&leftpad, "leftpad_kv"},
+                                          {&q_offset, "q_offset"}}) {
         if (with_data) require_data(*array, argument);
     }
     if (raw.max_seqlen_q < 0) refuse("max_seqlen_q", std::to_string(raw.max_seqlen_q), ">= 0 (0 = not given)");
     if (raw.max_seqlen_kv < 0) refuse("max_seqlen_kv", std::to_string(raw.max_seqlen_kv), ">= 0 (0 = not given)");
-    const bool lengths_known = with_data || !(p.packed_q || p.packed_kv || seqused_q || seqused_kv || leftpad || q_offset);
+    const bool lengths_known =
+        with_data || !(p.packed_q || p.packed_kv || seqused_q || seqused_kv || leftpad || q_offset);
     p.sequences.resize(static_cast<size_t>(p.batch));
     if (lengths_known) {
         if (p.packed_q) require_lengths(cu_q, "cu_seqlens_q", p.q_rows);
@@ -437,7 +450,8 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     p.softcap = raw.softcap;
     if (raw.causal != 0 && raw.causal != 1) refuse("causal", std::to_string(raw.causal), "0 or 1");
     p.causal = raw.causal != 0;
-    for (const auto& [value, argument] : {std::pair{raw.window_left, "window left"}, {raw.window_right, "window right"}}) {
+    for (const auto& [value, argument] :
+         {std::pair{raw.window_left, "window left"}, {raw.window_right, "window right"}}) {
         if (value < -1) refuse(argument, std::to_string(value), ">= 0, or -1 for unbounded");
     }
     p.window_left = raw.window_left;
@@ -473,8 +487,8 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
                          slopes.shape[1] == p.num_heads_q;
         if (!one && !two) {
             refuse("alibi_slopes", shape_text(slopes),
-                   "[num_heads_q] = " + shape_text({p.num_heads_q}) + " or [batch, num_heads_q] = " +
-                       shape_text({p.batch, p.num_heads_q}));
+                   "[num_heads_q] = " + shape_text({p.num_heads_q}) +
+                       " or [batch, num_heads_q] = " + shape_text({p.batch, p.num_heads_q}));
         }
         if (two && slopes.shape[0] == 1) slopes.stride[0] = 0;
     }
@@ -553,7 +567,8 @@ BackwardArgs make_backward_args(const Problem& p, const tilewise_problem& raw, c
         const std::string argument = "darrays[" + std::to_string(n) + "]";
         const Array array = make_array(args.darrays[n], argument.c_str());
         if (array) {
-            require_shape(array, argument.c_str(), p.arrays[static_cast<size_t>(n)], ("arrays[" + std::to_string(n) + "]").c_str());
+            require_shape(array, argument.c_str(), p.arrays[static_cast<size_t>(n)],
+                          ("arrays[" + std::to_string(n) + "]").c_str());
             if (!is_float(array.dtype)) refuse(argument, name(array.dtype), "a float array: others have no gradient");
         }
         out.darrays.push_back(array);
@@ -562,7 +577,8 @@ BackwardArgs make_backward_args(const Problem& p, const tilewise_problem& raw, c
         const Array array = make_array(tensor, argument);
         require_data(array, argument);
         refuse_overlap_with_inputs(array, argument, raw);
-        for (const auto& [input, input_name] : {std::pair{&args.d_o, "do"}, {&args.o, "o"}, {&args.lse, "lse"}, {&args.dlse, "dlse"}}) {
+        for (const auto& [input, input_name] :
+             {std::pair{&args.d_o, "do"}, {&args.o, "o"}, {&args.lse, "lse"}, {&args.dlse, "dlse"}}) {
             refuse_overlap(array, argument, make_array(*input, input_name), input_name);
         }
     };
@@ -624,11 +640,15 @@ static std::vector<Range> gaps(const Problem& p, int64_t rows, bool packed, int6
 }
 
 std::vector<Range> unused_q_rows(const Problem& p, int64_t b) {
-    return gaps(p, p.q_rows, p.packed_q, b, [](const Sequence& s) { return s.q_row0; }, [](const Sequence& s) { return s.q_len; });
+    return gaps(
+        p, p.q_rows, p.packed_q, b, [](const Sequence& s) { return s.q_row0; },
+        [](const Sequence& s) { return s.q_len; });
 }
 
 std::vector<Range> unused_kv_rows(const Problem& p, int64_t b) {
-    return gaps(p, p.kv_rows, p.packed_kv, b, [](const Sequence& s) { return s.kv_row0; }, [](const Sequence& s) { return s.kv_len; });
+    return gaps(
+        p, p.kv_rows, p.packed_kv, b, [](const Sequence& s) { return s.kv_row0; },
+        [](const Sequence& s) { return s.kv_len; });
 }
 
 }  // namespace tilewise::core

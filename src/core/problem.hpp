@@ -66,7 +66,7 @@ struct Sequence {
 struct Problem {
     DType dtype = DType::f32;  // of q, k, v, o
     int64_t batch = 0, num_heads_q = 0, num_heads_kv = 0, head_dim_qk = 0, head_dim_v = 0;
-    int64_t q_rows = 0, kv_rows = 0;            // extent of the row axis: seqlen_q or total_q; seqlen_kv or total_kv
+    int64_t q_rows = 0, kv_rows = 0;              // extent of the row axis: seqlen_q or total_q; seqlen_kv or total_kv
     int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  // largest q_len / kv_len over the batch (host data)
     bool packed_q = false, packed_kv = false;
     int32_t layout = TILEWISE_BSHD;
@@ -111,10 +111,10 @@ struct ForwardArgs {
 struct BackwardArgs {
     Tensor4 d_o, o;
     Rows3 lse, dlse;
-    Tensor4 dq, dk, dv;                // each absent if not wanted
+    Tensor4 dq, dk, dv;  // each absent if not wanted
     Grid4 dbias;
     Array dalibi_slopes, dsinks;
-    std::vector<Array> darrays;        // num_arrays entries or empty
+    std::vector<Array> darrays;  // num_arrays entries or empty
 };
 
 enum class Pass : int32_t { forward = 0, backward = 1 };
@@ -122,7 +122,8 @@ enum class Pass : int32_t { forward = 0, backward = 1 };
 // Both throw Error. `with_data` = false: pointers may be null and lengths held in arrays are not read.
 Problem make_problem(const tilewise_problem& problem, bool with_data = true);
 ForwardArgs make_forward_args(const Problem& problem, const tilewise_problem& raw, const tilewise_forward_args& args);
-BackwardArgs make_backward_args(const Problem& problem, const tilewise_problem& raw, const tilewise_backward_args& args);
+BackwardArgs make_backward_args(const Problem& problem, const tilewise_problem& raw,
+                                const tilewise_backward_args& args);
 
 Array make_array(const tilewise_tensor& tensor, const char* argument);
 Rows3 view_lse(const tilewise_tensor& tensor, const char* argument, const Problem& problem);
@@ -130,7 +131,7 @@ Rows3 view_lse(const tilewise_tensor& tensor, const char* argument, const Proble
 std::string describe(const Problem& problem);  // one line: "b2 hq8/hkv2 sq512 skv512 d64 float32 causal softcap"
 
 // Rows of q that belong to no sequence or lie past seqused_q: their o and dq are 0 and their lse is -inf.
-std::vector<Range> unused_q_rows(const Problem& problem, int64_t b);   // b in [0, batch), dense; packed: call with b = 0
+std::vector<Range> unused_q_rows(const Problem& problem, int64_t b);  // b in [0, batch), dense; packed: call with b = 0
 std::vector<Range> unused_kv_rows(const Problem& problem, int64_t b);  // likewise for dk and dv
 
 }  // namespace tilewise::core

@@ -23,8 +23,10 @@ Choice choose(const Problem& problem, Pass pass) {
     }
     if (!known) refuse("backend", "\"" + problem.backend + "\"", names, "Leave it out for the best one.");
     if (env("TILEWISE_VERBOSE").find("dispatch") != std::string::npos) {
-        std::string line = std::string("tilewise dispatch ") + (pass == Pass::forward ? "forward " : "backward ") + describe(problem);
-        for (const Refusal& refusal : choice.refusals) line += std::string("\n  ") + refusal.implementation->name + ": " + refusal.reason;
+        std::string line =
+            std::string("tilewise dispatch ") + (pass == Pass::forward ? "forward " : "backward ") + describe(problem);
+        for (const Refusal& refusal : choice.refusals)
+            line += std::string("\n  ") + refusal.implementation->name + ": " + refusal.reason;
         line += std::string("\n  -> ") + (choice.implementation ? choice.implementation->name : "nothing");
         std::fprintf(stderr, "%s\n", line.c_str());
     }

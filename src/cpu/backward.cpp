@@ -8,12 +8,13 @@
 //   bias       dbias if it is broadcast: scores once more       parallel over parts of dbias
 //   arrays     gradients of captured arrays: scores once more   parallel over chunks, then over elements
 //
-// Groups. dq needs sums over all keys while an item owns some keys only, so every group of key blocks has dq sums of its
-// own. With n = batch * num_heads_kv, groups = ceil(kItems / n), so that many cores have work even for one sequence and
-// one head, but at most one per key block, and so few that all sums take at most kSumBytes (one group always may). Block
-// c belongs to group c mod groups: under a causal mask all groups then have the same share of the triangle.
+// Groups. dq needs sums over all keys while an item owns some keys only, so every group of key blocks has dq sums of
+// its own. With n = batch * num_heads_kv, groups = ceil(kItems / n), so that many cores have work even for one sequence
+// and one head, but at most one per key block, and so few that all sums take at most kSumBytes (one group always may).
+// Block c belongs to group c mod groups: under a causal mask all groups then have the same share of the triangle.
 //
-// Workspace, in closed form, all terms linear in lengths; rows = batch * seqlen_q or total_q, t = sizeof T (4; fp64: 8):
+// Workspace, in closed form, all terms linear in lengths; rows = batch * seqlen_q or total_q, t = sizeof T (4; fp64:
+// 8):
 //   delta      num_heads_q * rows * t
 //   dq sums    groups * num_heads_q * rows * padded(head_dim_qk) * t, and a byte per kTileM rows
 //   refined    as delta                                                                 with sinks
@@ -62,7 +63,8 @@ struct Programs {
 
     explicit Programs(const Problem& p) {
         if (p.score_mod.empty()) return;
-        const auto expr = core::Expr::parse(p.score_mod, core::Role::score_mod, p.arrays, static_cast<int>(p.scalars.size()));
+        const auto expr =
+            core::Expr::parse(p.score_mod, core::Role::score_mod, p.arrays, static_cast<int>(p.scalars.size()));
         score_mod.emplace(expr);
         adjoint.emplace(core::differentiate(expr));
         adjoint_program.emplace(adjoint->expr, adjoint->outputs());
@@ -102,7 +104,8 @@ struct Layout {
         const int64_t elements = round_up(array_elements(p) * 8, 64);
         chunks = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(elements, 1), 1, kMaxChunks);
         arrays = chunks * elements;
-        scratch = threads * BackwardScratch<T>::carve(p, programs.mod(), programs.derivative(), bundle, nullptr, nullptr);
+        scratch =
+            threads * BackwardScratch<T>::carve(p, programs.mod(), programs.derivative(), bundle, nullptr, nullptr);
     }
     [[nodiscard]] int64_t total() const { return delta + dq + touched + refined + slopes + arrays + scratch; }
 };
@@ -180,13 +183,15 @@ void sink_gradients(const BackwardCall& w) {
 void slope_gradients(const BackwardCall& w) {
     const Problem& p = *w.problem;
     const Array& out = w.args->dalibi_slopes;
-    const int64_t rows = out.rank == 2 ? out.shape[0] : 1;  // batch, or 1 for slopes shared by all, or 0 of an empty batch
+    const int64_t rows =
+        out.rank == 2 ? out.shape[0] : 1;  // batch, or 1 for slopes shared by all, or 0 of an empty batch
     const bool per_batch = rows > 1;
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t h = 0; h < p.num_heads_q; ++h) {
             double sum = 0;
             for (int64_t b = per_batch ? row : 0; b < (per_batch ? row + 1 : p.batch); ++b) {
-                for (int64_t group = 0; group < w.groups; ++group) sum += w.slopes[(group * p.batch + b) * p.num_heads_q + h];
+                for (int64_t group = 0; group < w.groups; ++group)
+                    sum += w.slopes[(group * p.batch + b) * p.num_heads_q + h];
             }
             const int64_t at = out.rank == 2 ? row * out.stride[0] + h * out.stride[1] : h * out.stride[0];
             core::store_float(out.data, out.dtype, at, sum);
@@ -195,7 +200,8 @@ void slope_gradients(const BackwardCall& w) {
 }
 
 template <class T>
-void bias_gradient(const BackwardCall& w, const BackwardKernelsOf<T>& kernel, std::byte* scratch, int64_t scratch_stride) {
+void bias_gradient(const BackwardCall& w, const BackwardKernelsOf<T>& kernel, std::byte* scratch,
+                   int64_t scratch_stride) {
     const Problem& p = *w.problem;
     const auto& shape = w.args->dbias.shape;
     const int64_t i_parts = ceil_div(shape[2], kBiasRows), j_parts = ceil_div(shape[3], kTileN);
@@ -258,7 +264,8 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     const int64_t threads = max_threads();
     const Layout<T> layout(p, programs, threads);
     if (static_cast<int64_t>(workspace.bytes) < layout.total()) {
-        core::refuse("workspace", std::to_string(workspace.bytes) + " bytes", "at least " + std::to_string(layout.total()) + " bytes",
+        core::refuse("workspace", std::to_string(workspace.bytes) + " bytes",
+                     "at least " + std::to_string(layout.total()) + " bytes",
                      "The number of threads must not grow between planning and running.");
     }
     const core::BoundMask mask(p);
@@ -294,7 +301,8 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     std::memset(w.touched, 0, static_cast<size_t>(layout.touched));
     if (w.direct_bias) clear_bias(args.dbias);
 
-    for_each_block(p, [&](const RowBlock& block, int slot) { kernel.delta_block(w, block, scratch + slot * scratch_stride); });
+    for_each_block(
+        p, [&](const RowBlock& block, int slot) { kernel.delta_block(w, block, scratch + slot * scratch_stride); });
     if (args.dq || args.dk || args.dv || args.dalibi_slopes || args.dsinks || w.direct_bias) {
         parallel_for(p.batch * p.num_heads_kv * w.groups, [&](int64_t n, int slot) {
             const KeyItem item{n / w.groups / p.num_heads_kv, n / w.groups % p.num_heads_kv, n % w.groups};
@@ -323,9 +331,10 @@ size_t backward_workspace_bytes(const Problem& p) {
 
 std::string backward_explain(const Problem& p) {
     const Layout<float> layout(p, Programs(p), 1);
-    return "  isa: " + std::string(name(current_isa())) + ", " + std::to_string(max_threads()) + " threads (" + executor_name() +
-           ")\n  tiles: strips of " + std::to_string(kStripM) + " rows x " + std::to_string(layout.bundle) + " blocks of " +
-           std::to_string(kTileN) + " keys\n  items: " + std::to_string(p.batch * p.num_heads_kv) + " (sequence, KV head) x " +
+    return "  isa: " + std::string(name(current_isa())) + ", " + std::to_string(max_threads()) + " threads (" +
+           executor_name() + ")\n  tiles: strips of " + std::to_string(kStripM) + " rows x " +
+           std::to_string(layout.bundle) + " blocks of " + std::to_string(kTileN) +
+           " keys\n  items: " + std::to_string(p.batch * p.num_heads_kv) + " (sequence, KV head) x " +
            std::to_string(layout.groups) + " groups of key blocks, dq summed in order of the groups\n";
 }
 

@@ -1,5 +1,5 @@
-// The backward pass of cpu_tiled. This header is the door between its driver (backward.cpp: memory, items, order; compiled
-// once) and its kernels (backward.inl: tiles; compiled once per instruction set).
+// The backward pass of cpu_tiled. This header is the door between its driver (backward.cpp: memory, items, order;
+// compiled once) and its kernels (backward.inl: tiles; compiled once per instruction set).
 #pragma once
 
 #include <optional>
@@ -15,8 +15,8 @@ size_t backward_workspace_bytes(const core::Problem& problem);
 std::string backward_explain(const core::Problem& problem);
 void run_backward(const core::Problem& problem, const core::BackwardArgs& args, core::Workspace workspace);
 
-// Query rows that a tile of keys meets at once: the products dK and dV sum over them, and a longer sum amortises reading
-// and writing the accumulators.
+// Query rows that a tile of keys meets at once: the products dK and dV sum over them, and a longer sum amortises
+// reading and writing the accumulators.
 inline constexpr int kStripBlocks = 2;
 inline constexpr int kStripM = kStripBlocks * kTileM;
 // Blocks of kTileN keys that a strip meets before it is dropped: a strip is packed once for all of them.
@@ -28,18 +28,18 @@ struct BackwardCall : Call {
     const core::Adjoint* adjoint = nullptr;             // of the score_mod; null: none
     const core::RowProgram* adjoint_program = nullptr;  // computes its outputs
     bool want_scores = false;                           // anything that needs dS
-    bool direct_bias = false;                           // every element of dbias belongs to one tile: written in passing
+    bool direct_bias = false;  // every element of dbias belongs to one tile: written in passing
 
-    int64_t groups = 1;   // groups of key blocks, each with dq sums of its own
-    int bundle = 1;       // key blocks that one strip meets
-    int64_t rows = 0;     // of q over all sequences
-    int64_t blocks = 0;   // upper bound of their blocks of kTileM rows
+    int64_t groups = 1;  // groups of key blocks, each with dq sums of its own
+    int bundle = 1;      // key blocks that one strip meets
+    int64_t rows = 0;    // of q over all sequences
+    int64_t blocks = 0;  // upper bound of their blocks of kTileM rows
 
-    void* delta = nullptr;        // [head][row] of T: D - dlse
-    void* dq = nullptr;           // [group][head][row][padded head_dim_qk] of T
-    uint8_t* touched = nullptr;   // [group][head][block of kTileM rows]: dq of this group holds something
-    void* refined = nullptr;      // like delta, for sink gradients: a tile that holds a whole row knows better than o
-    double* slopes = nullptr;     // [group][batch][head]: sums for dalibi_slopes; null: not wanted
+    void* delta = nullptr;       // [head][row] of T: D - dlse
+    void* dq = nullptr;          // [group][head][row][padded head_dim_qk] of T
+    uint8_t* touched = nullptr;  // [group][head][block of kTileM rows]: dq of this group holds something
+    void* refined = nullptr;     // like delta, for sink gradients: a tile that holds a whole row knows better than o
+    double* slopes = nullptr;    // [group][batch][head]: sums for dalibi_slopes; null: not wanted
 
     [[nodiscard]] int64_t row(int64_t b, int64_t i) const {
         return (problem->packed_q ? 0 : b * problem->q_rows) + sequence(b).q_row0 + i;
@@ -52,7 +52,8 @@ struct BackwardCall : Call {
     }
     template <class T>
     [[nodiscard]] T* dq_of(int64_t group, int64_t b, int64_t h, int64_t i) const {
-        return static_cast<T*>(dq) + ((group * problem->num_heads_q + h) * rows + row(b, i)) * padded<T>(problem->head_dim_qk);
+        return static_cast<T*>(dq) +
+               ((group * problem->num_heads_q + h) * rows + row(b, i)) * padded<T>(problem->head_dim_qk);
     }
     [[nodiscard]] uint8_t* touched_of(int64_t group, int64_t b, int64_t h, int64_t i) const {
         return touched + (group * problem->num_heads_q + h) * blocks + block(b, i);
@@ -87,11 +88,11 @@ struct ArrayItem {
 // One block of kTileN keys in all the layouts that the five products want, and the sums of its gradients.
 template <class T>
 struct KeyBlock {
-    T* k;       // by columns, for S = Q K^T
-    T* v;       // by columns, for dP = dO V^T
-    T* k_rows;  // by rows, for dQ += dS K
-    T* dk;      // [kTileN][padded head_dim_qk]
-    T* dv;      // [kTileN][padded head_dim_v]
+    T* k;          // by columns, for S = Q K^T
+    T* v;          // by columns, for dP = dO V^T
+    T* k_rows;     // by rows, for dQ += dS K
+    T* dk;         // [kTileN][padded head_dim_qk]
+    T* dv;         // [kTileN][padded head_dim_v]
     uint8_t* hot;  // of k_rows: pack_rows
 };
 
@@ -101,17 +102,17 @@ struct BackwardScratch {
     T *q[kStripBlocks], *d_o[kStripBlocks];  // by columns, [dim][kTileM]
     T *q_rows, *d_o_rows;                    // by rows, kStripM deep
     uint8_t *q_hot, *d_o_hot;
-    T *s, *ds;                               // [kStripM][kTileN]
-    uint8_t* seen;                           // [kStripM][kTileN]
-    T *capped, *mod_input;                   // [kTileM][kTileN]
-    uint8_t* keep;                           // [kTileN]
-    int64_t* offsets;                        // [kTileN]
-    double* bias;                            // [kBiasRows][kTileN]
-    std::byte *mod, *adjoint;                // of the evaluators
+    T *s, *ds;                 // [kStripM][kTileN]
+    uint8_t* seen;             // [kStripM][kTileN]
+    T *capped, *mod_input;     // [kTileM][kTileN]
+    uint8_t* keep;             // [kTileN]
+    int64_t* offsets;          // [kTileN]
+    double* bias;              // [kBiasRows][kTileN]
+    std::byte *mod, *adjoint;  // of the evaluators
     KeyBlock<T> keys[kMaxBundle];
 
-    static int64_t carve(const core::Problem& p, const core::RowProgram* mod, const core::RowProgram* adjoint, int bundle,
-                         std::byte* base, BackwardScratch* out) {
+    static int64_t carve(const core::Problem& p, const core::RowProgram* mod, const core::RowProgram* adjoint,
+                         int bundle, std::byte* base, BackwardScratch* out) {
         int64_t used = 0;
         const auto take = [&]<class U>(U*& to, int64_t count) {
             to = base ? reinterpret_cast<U*>(base + used) : nullptr;
@@ -131,7 +132,8 @@ struct BackwardScratch {
         for (int n = 0; n < bundle; ++n) {
             KeyBlock<T>& block = f.keys[n];
             take(block.k, kTileN * dqk), take(block.v, kTileN * dv), take(block.k_rows, kTileN * padded<T>(dqk));
-            take(block.dk, kTileN * padded<T>(dqk)), take(block.dv, kTileN * padded<T>(dv)), take(block.hot, kTileN + 1);
+            take(block.dk, kTileN * padded<T>(dqk)), take(block.dv, kTileN * padded<T>(dv)),
+                take(block.hot, kTileN + 1);
         }
         return used;
     }

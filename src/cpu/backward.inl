@@ -6,8 +6,8 @@
 //   dP   = dO V^T              dS = P (keep dP / keep_prob - delta), chained back through score_mod and softcap
 //   dV  += P'^T dO             dK += dS^T Q             dQ += dS K             dK and dQ times the scale at the end
 //
-// Cost: five products of 2 M N head_dim FLOP per tile instead of forward's two; the passes over S and dP in between touch
-// the same number of elements as forward's softmax, so they weigh less.
+// Cost: five products of 2 M N head_dim FLOP per tile instead of forward's two; the passes over S and dP in between
+// touch the same number of elements as forward's softmax, so they weigh less.
 //
 // One pass over the tiles makes all five products. An item owns the sums dK, dV of its key blocks and goes through all
 // query rows of all heads of its KV head; what it adds to dQ goes into sums that belong to its group of key blocks, and
@@ -20,8 +20,8 @@
 //         for each block of the bundle                    S, dP, dS; dQ, dV, dK
 //
 // A key that a row does not see has P = dS = 0 by selection, whatever K, V and dO hold. The products multiply those
-// zeros, and 0 * inf is NaN: so rows of Q, dO and K that are not finite ("hot") are 0 in the packed copies that the last
-// three products read, and are added element by element where they are seen.
+// zeros, and 0 * inf is NaN: so rows of Q, dO and K that are not finite ("hot") are 0 in the packed copies that the
+// last three products read, and are added element by element where they are seen.
 #pragma once
 
 namespace tilewise::cpu::TILEWISE_ISA {
@@ -32,8 +32,8 @@ using core::TileClass;
 // ---------------------------------------------------------------------------------------------------------------------
 // A strip of queries against a block of keys
 
-// c += s^T B for the keys of the tile: row k of c gets sum_r s[r][k] * (row r of B). Rows [first, last) of s; extents of
-// its blocks of kTileM rows, all with the same columns. Follows the edge of a band a few keys at a time.
+// c += s^T B for the keys of the tile: row k of c gets sum_r s[r][k] * (row r of B). Rows [first, last) of s; extents
+// of its blocks of kTileM rows, all with the same columns. Follows the edge of a band a few keys at a time.
 template <class T>
 void multiply_keys(const T* s, const Panels<T>& b, const Extent* e, Range rows, int keys, T* c, int64_t ldc) {
     constexpr int kStep = 4 * kTileRows;
@@ -49,7 +49,7 @@ void multiply_keys(const T* s, const Panels<T>& b, const Extent* e, Range rows, 
         return all;
     };
     const int64_t end = e[rows.begin / kTileM].end < keys ? e[rows.begin / kTileM].end : keys;
-    for (int64_t first = e[rows.begin / kTileM].begin; first < end; ) {
+    for (int64_t first = e[rows.begin / kTileM].begin; first < end;) {
         int64_t last = first + kStep < end ? first + kStep : end;
         const Range k = seen_by(first, last);
         while (last < end) {
@@ -101,14 +101,17 @@ void pack_strip(const BackwardCall& w, const Strip& strip, const BackwardScratch
     const core::Tensor4& d_o = w.args->d_o;
     // Rows first: that reads memory front to back.
     f.q_hot[0] = f.d_o_hot[0] = 0;
-    if (w.args->dk) pack_rows(rows_of(p.q, strip.b, row0, strip.h), strip.queries, p.head_dim_qk, kStripM, f.q_rows, f.q_hot);
-    if (w.args->dv) pack_rows(rows_of(d_o, strip.b, row0, strip.h), strip.queries, p.head_dim_v, kStripM, f.d_o_rows, f.d_o_hot);
+    if (w.args->dk)
+        pack_rows(rows_of(p.q, strip.b, row0, strip.h), strip.queries, p.head_dim_qk, kStripM, f.q_rows, f.q_hot);
+    if (w.args->dv)
+        pack_rows(rows_of(d_o, strip.b, row0, strip.h), strip.queries, p.head_dim_v, kStripM, f.d_o_rows, f.d_o_hot);
     for (int n = 0; n < kStripBlocks; ++n) {
         const int rows = strip.block(n).queries;
         if (rows == 0) continue;
         const int64_t row = row0 + n * kTileM;
         pack_columns(rows_of(p.q, strip.b, row, strip.h), rows, p.head_dim_qk, kTileM, kTileM, f.q[n]);
-        if (w.want_scores) pack_columns(rows_of(d_o, strip.b, row, strip.h), rows, p.head_dim_v, kTileM, kTileM, f.d_o[n]);
+        if (w.want_scores)
+            pack_columns(rows_of(d_o, strip.b, row, strip.h), rows, p.head_dim_v, kTileM, kTileM, f.d_o[n]);
     }
 }
 
@@ -119,7 +122,8 @@ void strip_against_block(const BackwardCall& w, const KeyItem& item, const Strip
     const BackwardArgs& args = *w.args;
     const int64_t dim_qk = p.head_dim_qk, dim_v = p.head_dim_v;
 
-    // Both blocks of rows take the columns of the wider one, so that the products over all rows find everything defined.
+    // Both blocks of rows take the columns of the wider one, so that the products over all rows find everything
+    // defined.
     Extent e[kStripBlocks];
     Range rows{kStripM, 0}, columns{kTileN, 0};
     for (int n = 0; n < kStripBlocks; ++n) {
@@ -141,8 +145,9 @@ void strip_against_block(const BackwardCall& w, const KeyItem& item, const Strip
         e[n].begin = static_cast<int>(columns.begin), e[n].end = static_cast<int>(columns.end);
         const RowBlock block = strip.block(n);
         const int64_t at = int64_t{n} * kTileM * kTileN;
-        gradient_tile(w, GradientTile<T>{block, j, e[n], f.q[n], f.d_o[n], keys.k, keys.v, f.s + at, f.ds + at, f.seen + at, hot},
-                      f, evaluate, taps);
+        gradient_tile(
+            w, GradientTile<T>{block, j, e[n], f.q[n], f.d_o[n], keys.k, keys.v, f.s + at, f.ds + at, f.seen + at, hot},
+            f, evaluate, taps);
         if (!args.dq) continue;
         T* const dq = w.dq_of<T>(item.group, strip.b, strip.h, block.i0);
         uint8_t* const touched = w.touched_of(item.group, strip.b, strip.h, block.i0);
@@ -160,7 +165,8 @@ void strip_against_block(const BackwardCall& w, const KeyItem& item, const Strip
     if (args.dv) {
         multiply_keys(f.s, panels_of(f.d_o_rows, kStripM, dim_v), e, rows, num_keys, keys.dv, padded<T>(dim_v));
         if (f.d_o_hot[0]) {
-            add_hot_rows(rows_of(args.d_o, strip.b, row0, strip.h), dim_v, f.d_o_hot, columns, rows, f.s, f.seen, keys.dv);
+            add_hot_rows(rows_of(args.d_o, strip.b, row0, strip.h), dim_v, f.d_o_hot, columns, rows, f.s, f.seen,
+                         keys.dv);
         }
     }
     if (args.dk) {
@@ -190,7 +196,8 @@ void pack_keys(const BackwardCall& w, int64_t b, int64_t head_kv, Range j, const
 }
 
 template <class T>
-void write_rows(const core::Tensor4& t, int64_t b, int64_t row0, int64_t h, int64_t rows, int64_t dim, const T* sums, T scale) {
+void write_rows(const core::Tensor4& t, int64_t b, int64_t row0, int64_t h, int64_t rows, int64_t dim, const T* sums,
+                T scale) {
     if (!t) return;
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t at = t.offset(b, row0 + r, h);
@@ -245,7 +252,8 @@ void key_item(const BackwardCall& w, const KeyItem& item, std::byte* memory) {
         }
         for (int n = 0; n < count; ++n) {
             const int64_t row0 = sequence.kv_row0 + j[n].begin, rows = j[n].size();
-            write_rows(w.args->dk, item.b, row0, item.head_kv, rows, p.head_dim_qk, f.keys[n].dk, static_cast<T>(p.softmax_scale));
+            write_rows(w.args->dk, item.b, row0, item.head_kv, rows, p.head_dim_qk, f.keys[n].dk,
+                       static_cast<T>(p.softmax_scale));
             write_rows(w.args->dv, item.b, row0, item.head_kv, rows, p.head_dim_v, f.keys[n].dv, T{1});
         }
     }
@@ -309,8 +317,10 @@ void bias_item(const BackwardCall& w, const BiasItem& item, std::byte* memory) {
 
     for (int64_t b = item.b.begin; b < item.b.end; ++b) {
         const core::Sequence& s = w.sequence(b);
-        const Range queries = all_queries ? Range{0, s.q_len} : Range{item.i.begin, item.i.end < s.q_len ? item.i.end : s.q_len};
-        const Range keys = all_keys ? Range{0, s.kv_len} : Range{item.j.begin, item.j.end < s.kv_len ? item.j.end : s.kv_len};
+        const Range queries =
+            all_queries ? Range{0, s.q_len} : Range{item.i.begin, item.i.end < s.q_len ? item.i.end : s.q_len};
+        const Range keys =
+            all_keys ? Range{0, s.kv_len} : Range{item.j.begin, item.j.end < s.kv_len ? item.j.end : s.kv_len};
         for (int64_t h = item.h.begin; h < item.h.end; ++h) {
             for (int64_t j0 = keys.begin; j0 < keys.end; j0 += kTileN) {
                 const Range j{j0, j0 + kTileN < keys.end ? j0 + kTileN : keys.end};
@@ -362,8 +372,8 @@ void array_item(const BackwardCall& w, const ArrayItem& item, std::byte* memory)
             if (!tiles.empty()) pack_keys_by_columns(w, b, h / p.group(), j, f.keys[0]);
             for (const core::Tile& tile : tiles) {
                 const int64_t left = w.sequence(b).q_len - tile.begin;
-                recompute_tile(w, RowBlock{b, h, tile.begin, 1, static_cast<int>(left < kTileM ? left : kTileM)}, j, tile.cls, f,
-                               evaluate, taps);
+                recompute_tile(w, RowBlock{b, h, tile.begin, 1, static_cast<int>(left < kTileM ? left : kTileM)}, j,
+                               tile.cls, f, evaluate, taps);
             }
         }
     }

@@ -48,8 +48,8 @@ void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory
 
 // Where gradients of the scores go on the way back through the formula; null: nowhere.
 struct Taps {
-    double* slope = nullptr;              // sum of dx * -|t - j|
-    double* bias = nullptr;               // sums of dx: element (r, k) at bias[r * bias_row + k * bias_key]
+    double* slope = nullptr;  // sum of dx * -|t - j|
+    double* bias = nullptr;   // sums of dx: element (r, k) at bias[r * bias_row + k * bias_key]
     int64_t bias_row = 0, bias_key = 0;
     bool bias_direct = false;             // written to dbias at once
     const core::Array* arrays = nullptr;  // sums for captured arrays
@@ -90,10 +90,10 @@ struct RowSums {
 
 // s = scores, ds = dP: s becomes P and ds becomes P (dP - delta); hidden keys (-inf) get 0 in both.
 //
-// If the row's whole probability lies in this tile, up to the rounding of lse, then D = sum of P dP is known here, with P
-// normalised, and neither the rounding of o nor that of lse is in it. Such a row may be nearly one-hot: dP - D cancels
-// then, and those roundings would be all that is left. (With lse and o merged from other sets of keys, as in ring
-// attention, the test fails and D comes from o.)
+// If the row's whole probability lies in this tile, up to the rounding of lse, then D = sum of P dP is known here, with
+// P normalised, and neither the rounding of o nor that of lse is in it. Such a row may be nearly one-hot: dP - D
+// cancels then, and those roundings would be all that is left. (With lse and o merged from other sets of keys, as in
+// ring attention, the test fails and D comes from o.)
 template <class T>
 inline void soften_row(T* s, T* ds, int begin, int end, T scale, const RowSums<T>& row) {
     constexpr T kEpsilon = sizeof(T) == 4 ? T{0x1p-23} : T{0x1p-52};
@@ -163,7 +163,8 @@ T slope_gradient(const BackwardCall& w, const GradientTile<T>& t, int r, int fro
     Vec<T> sum = splat(T{0});
     const int64_t distance = t.block.query(r) + w.sequence(t.block.b).q_offset - t.j.begin;
     for (int k = from; k < hi; k += kLanes<T>) {
-        const Vec<T> signed_distance = splat(static_cast<T>(distance - k)) - iota<T>(std::make_integer_sequence<int, kLanes<T>>{});
+        const Vec<T> signed_distance =
+            splat(static_cast<T>(distance - k)) - iota<T>(std::make_integer_sequence<int, kLanes<T>>{});
         sum = fma(larger(signed_distance, -signed_distance), load(dx + k), sum);
     }
     return -sum_of<T>(sum);
@@ -177,14 +178,15 @@ void write_bias(const BackwardCall& w, const GradientTile<T>& t, int r, int lo, 
         const core::Tensor4 row{g.data, g.dtype, 0, 0, 0, g.stride[3]};
         for (int k = lo; k < hi; k += kLanes<T>) write<T>(row, at, k, hi, load(dx + k));
     } else {
-        for (int k = lo; k < hi; ++k) core::store_float(g.data, g.dtype, at + k * g.stride[3], static_cast<double>(dx[k]));
+        for (int k = lo; k < hi; ++k)
+            core::store_float(g.data, g.dtype, at + k * g.stride[3], static_cast<double>(dx[k]));
     }
 }
 
 // The row of a call with options or dropout.
 template <class T>
-void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const RowSums<T>& row, const BackwardScratch<T>& f,
-                  Evaluators<T>& evaluate, const Taps& taps) {
+void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const RowSums<T>& row,
+                  const BackwardScratch<T>& f, Evaluators<T>& evaluate, const Taps& taps) {
     const core::Problem& p = *w.problem;
     const Extent& e = t.e;
     const int lo = e.lo[r], hi = e.hi[r], from = lo / kLanes<T> * kLanes<T>;
@@ -204,7 +206,8 @@ void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const 
     if (dropout) {
         for (int k = lo; k < hi; ++k) x[k] = f.keep[k] ? x[k] * keep_inverse : T{0};
     }
-    if (evaluate.adjoint) mod_gradient(w, t, r, from, hi, f.mod_input + r * kTileN, dx, seen, evaluate, f.offsets, taps);
+    if (evaluate.adjoint)
+        mod_gradient(w, t, r, from, hi, f.mod_input + r * kTileN, dx, seen, evaluate, f.offsets, taps);
     if (taps.slope) *taps.slope += static_cast<double>(slope_gradient(w, t, r, from, hi, dx));
     if (taps.bias) {
         double* const sums = taps.bias + r * taps.bias_row;
@@ -222,8 +225,8 @@ void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const 
 }
 
 template <class T>
-void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const BackwardScratch<T>& f, Evaluators<T>& evaluate,
-                   const Taps& taps) {
+void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const BackwardScratch<T>& f,
+                   Evaluators<T>& evaluate, const Taps& taps) {
     const core::Problem& p = *w.problem;
     const Extent& e = t.e;
     const int rows = t.block.rows();

@@ -110,7 +110,8 @@ OpenMp find_runtime() {
     Scan scan;
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* data) {
-            if (info->dlpi_name && rank_of(info->dlpi_name) >= 0) static_cast<Scan*>(data)->found.emplace_back(info->dlpi_name);
+            if (info->dlpi_name && rank_of(info->dlpi_name) >= 0)
+                static_cast<Scan*>(data)->found.emplace_back(info->dlpi_name);
             return 0;
         },
         &scan);
@@ -125,7 +126,8 @@ OpenMp find_runtime() {
     for (const char* file : {"libgomp.so.1", "libomp.so.5", "libomp.so", "libiomp5.so"}) {
         if (open_runtime(file, 0, runtime)) {
             Dl_info info;
-            if (dladdr(reinterpret_cast<void*>(runtime.parallel), &info) && info.dli_fname) own_runtime = info.dli_fname;
+            if (dladdr(reinterpret_cast<void*>(runtime.parallel), &info) && info.dli_fname)
+                own_runtime = info.dli_fname;
             return runtime;
         }
     }
@@ -302,7 +304,8 @@ int max_threads() {
 
 void set_num_threads(int count) { requested_threads.store(std::max(0, count)); }
 
-void set_executor(void (*function)(void*, int64_t, int32_t, void (*)(void*, int64_t), void*), void* user, int32_t num_threads) {
+void set_executor(void (*function)(void*, int64_t, int32_t, void (*)(void*, int64_t), void*), void* user,
+                  int32_t num_threads) {
     const std::lock_guard lock(host_mutex);
     host_executor = {function, user, std::max(1, num_threads)};
 }

@@ -128,12 +128,14 @@ void store_shared(const Problem& problem, const BackwardArgs& args, const Shared
             for (int64_t h = 0; h < shape[1]; ++h)
                 for (int64_t i = 0; i < shape[2]; ++i)
                     for (int64_t j = 0; j < shape[3]; ++j)
-                        core::store_float(args.dbias.data, args.dbias.dtype, args.dbias.offset(b, h, i, j), shared.bias[n++]);
+                        core::store_float(args.dbias.data, args.dbias.dtype, args.dbias.offset(b, h, i, j),
+                                          shared.bias[n++]);
     }
     const auto store_array = [](const Array& target, const double* sums) {
         for (int64_t n = 0; n < target.size(); ++n) {
             int64_t offset = 0, rest = n;
-            for (int d = target.rank - 1; d >= 0; rest /= target.shape[d--]) offset += rest % target.shape[d] * target.stride[d];
+            for (int d = target.rank - 1; d >= 0; rest /= target.shape[d--])
+                offset += rest % target.shape[d] * target.stride[d];
             core::store_float(target.data, target.dtype, offset, sums[n]);
         }
     };
@@ -189,13 +191,15 @@ void backward(const Problem& problem, const BackwardArgs& args, Workspace worksp
         parallel_for(items, one_kv_head);
     }
 
-    const auto clear = [&](const Tensor4& tensor, int64_t b, const std::vector<Range>& ranges, int64_t heads, int64_t dims) {
+    const auto clear = [&](const Tensor4& tensor, int64_t b, const std::vector<Range>& ranges, int64_t heads,
+                           int64_t dims) {
         if (!tensor) return;
         for (const Range& range : ranges)
             for (int64_t r = range.begin; r < range.end; ++r)
                 for (int64_t h = 0; h < heads; ++h)
                     for (int64_t d = 0; d < dims; ++d)
-                        core::store_float(tensor.data, tensor.dtype, tensor.offset(b, r, h) + d * tensor.dim_stride, 0.0);
+                        core::store_float(tensor.data, tensor.dtype, tensor.offset(b, r, h) + d * tensor.dim_stride,
+                                          0.0);
     };
     for (int64_t b = 0; b < (problem.packed_q ? 1 : problem.batch); ++b) {
         clear(args.dq, b, core::unused_q_rows(problem, b), problem.num_heads_q, problem.head_dim_qk);
@@ -211,7 +215,8 @@ std::string supports(const Problem&, Pass) { return ""; }
 
 std::string explain(const Problem&, Pass pass) {
     return std::string("the formula in fp64, one row of scores at a time; parallel over batch x ") +
-           (pass == Pass::forward ? "query heads" : "KV heads (one thread if bias, slopes, sinks or arrays want gradients)");
+           (pass == Pass::forward ? "query heads"
+                                  : "KV heads (one thread if bias, slopes, sinks or arrays want gradients)");
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // The formula in fp64, line by line; the oracle of all tests. reference.cpp loops over it.
 //
-// `Row` below is query i of head h of sequence b with all its keys, in fp64 whatever the dtype of the tensors, and has one
-// member function per step of the formula, in its order:
+// `Row` below is query i of head h of sequence b with all its keys, in fp64 whatever the dtype of the tensors, and has
+// one member function per step of the formula, in its order:
 //
 //   scores()      x_j and visible_j     positions, scale, softcap, bias, ALiBi, score_mod, mask
 //   softmax()     p_j and lse           with the sink
@@ -10,8 +10,8 @@
 //
 // Three rules hold throughout. A hidden key is skipped, not multiplied by zero, so what its k and v hold is never read.
 // Whether a key is visible is decided element by element: positions by in_band(), lengths by the loop bounds, the mask
-// text by BoundMask::visible; no tile, no summary. And gradients use nothing that an earlier pass rounded: P, lse, o and
-// D = sum o * do are computed anew from q, k and v.
+// text by BoundMask::visible; no tile, no summary. And gradients use nothing that an earlier pass rounded: P, lse, o
+// and D = sum o * do are computed anew from q, k and v.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,8 @@ using core::Tensor4;
 
 inline constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// Hands out pieces of the workspace. With a null base it only counts, so that one piece of code both measures and carves.
+// Hands out pieces of the workspace. With a null base it only counts, so that one piece of code both measures and
+// carves.
 class Arena {
 public:
     explicit Arena(void* base) : base_(static_cast<std::byte*>(base)) {}
@@ -138,17 +139,17 @@ struct ScoreMod {
 
 // Gradients that many heads and sequences share, summed in fp64; a span is empty where the caller wants none.
 struct SharedGradients {
-    std::span<double> bias;    // contiguous, shape of bias
-    std::span<double> slopes;  // contiguous, shape of the slopes
-    std::span<double> sinks;   // [num_heads_q]
+    std::span<double> bias;     // contiguous, shape of bias
+    std::span<double> slopes;   // contiguous, shape of the slopes
+    std::span<double> sinks;    // [num_heads_q]
     std::vector<Array> arrays;  // contiguous fp64, shapes of the captured arrays; absent for integer arrays
 };
 
 class Row {
 public:
     // Per key.
-    std::span<double> capped;      // score after softcap
-    std::span<double> mod_input;   // score before score_mod
+    std::span<double> capped;     // score after softcap
+    std::span<double> mod_input;  // score before score_mod
     std::span<double> x, p, dx;
     std::span<uint8_t> visible, keep;
     // Per dimension.
@@ -181,7 +182,8 @@ public:
         sequence_ = &problem_.sequences[static_cast<size_t>(b)];
         keys_ = sequence_->kv_len;
         t_ = i + sequence_->q_offset;
-        context_ = {b, h, g_, sequence_->q_len, sequence_->kv_len, sequence_->q_offset, problem_.arrays, problem_.scalars};
+        context_ = {
+            b, h, g_, sequence_->q_len, sequence_->kv_len, sequence_->q_offset, problem_.arrays, problem_.scalars};
     }
 
     void scores() {
@@ -249,11 +251,13 @@ public:
         }
     }
 
-    // Adds to dk and dv, [kv_len, head_dim] of this KV head, and to `shared`; sets dq. Any span may be empty: not wanted.
+    // Adds to dk and dv, [kv_len, head_dim] of this KV head, and to `shared`; sets dq. Any span may be empty: not
+    // wanted.
     void gradients(const BackwardArgs& args, std::span<double> dk, std::span<double> dv, SharedGradients& shared) {
         std::fill(dq.begin(), dq.end(), 0.0);
         const int64_t row = sequence_->q_row0 + i_;
-        const double dlse = args.dlse ? core::load_float(args.dlse.data, args.dlse.dtype, args.dlse.offset(b_, h_, row)) : 0;
+        const double dlse =
+            args.dlse ? core::load_float(args.dlse.data, args.dlse.dtype, args.dlse.offset(b_, h_, row)) : 0;
         if (empty) {
             if (!shared.sinks.empty()) shared.sinks[h_] += dlse;  // lse = sink, and nothing else moves
             return;

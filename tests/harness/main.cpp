@@ -19,7 +19,7 @@ using test::DType;
 
 namespace {
 
-std::map<std::string, std::string> settings{{"cases", "300"}, {"seed", "0"},  {"isa", ""},   {"dtype", "float32"},
+std::map<std::string, std::string> settings{{"cases", "300"},  {"seed", "0"}, {"isa", ""},   {"dtype", "float32"},
                                             {"seqlen", "150"}, {"dim", "40"}, {"heads", "2"}};
 int64_t number(const char* key) { return std::strtoll(settings[key].c_str(), nullptr, 10); }
 
@@ -44,7 +44,9 @@ int run_test() {
             std::printf("FAILED %s seed=%llu %s\n%s", implementation->name, static_cast<unsigned long long>(seed),
                         problem.describe().c_str(), wrong.c_str());
         }
-        if ((n + 1) % 100 == 0 || n + 1 == cases) std::fprintf(stderr, "\r%lld of %lld, %d failed", static_cast<long long>(n + 1), static_cast<long long>(cases), failed);
+        if ((n + 1) % 100 == 0 || n + 1 == cases)
+            std::fprintf(stderr, "\r%lld of %lld, %d failed", static_cast<long long>(n + 1),
+                         static_cast<long long>(cases), failed);
     }
     std::fprintf(stderr, "\n");
     std::printf("%lld passed, %d failed\n", static_cast<long long>(cases - failed), failed);
@@ -58,12 +60,14 @@ int run_support() {
         for (const core::Implementation* implementation : core::implementations()) {
             for (const core::Pass pass : {core::Pass::forward, core::Pass::backward}) {
                 const std::string why_not = implementation->supports(problem.problem(), pass);
-                ++reasons[std::string(implementation->name) + (pass == core::Pass::forward ? " forward: " : " backward: ") +
+                ++reasons[std::string(implementation->name) +
+                          (pass == core::Pass::forward ? " forward: " : " backward: ") +
                           (why_not.empty() ? "takes it" : why_not)];
             }
         }
     }
-    for (const auto& [reason, count] : reasons) std::printf("%8lld  %s\n", static_cast<long long>(count), reason.c_str());
+    for (const auto& [reason, count] : reasons)
+        std::printf("%8lld  %s\n", static_cast<long long>(count), reason.c_str());
     return 0;
 }
 
@@ -71,9 +75,11 @@ int run_perf() {
     const int64_t seqlen = number("seqlen"), dim = number("dim"), heads = number("heads");
     std::printf("%-10s %-8s %-9s %-7s %10s %10s\n", "impl", "isa", "pass", "mask", "ms", "GFLOP/s");
     for (const bool causal : {false, true}) {
-        test::Buffer q(dtype(), {1, seqlen, heads, dim}), k(dtype(), {1, seqlen, heads, dim}), v(dtype(), {1, seqlen, heads, dim});
+        test::Buffer q(dtype(), {1, seqlen, heads, dim}), k(dtype(), {1, seqlen, heads, dim}),
+            v(dtype(), {1, seqlen, heads, dim});
         test::Buffer o(dtype(), {1, seqlen, heads, dim}), d_o(dtype(), {1, seqlen, heads, dim});
-        test::Buffer dq(dtype(), {1, seqlen, heads, dim}), dk(dtype(), {1, seqlen, heads, dim}), dv(dtype(), {1, seqlen, heads, dim});
+        test::Buffer dq(dtype(), {1, seqlen, heads, dim}), dk(dtype(), {1, seqlen, heads, dim}),
+            dv(dtype(), {1, seqlen, heads, dim});
         test::Buffer lse(dtype() == DType::f64 ? DType::f64 : DType::f32, {1, heads, seqlen});
         std::mt19937_64 generator(1);
         std::normal_distribution<double> normal;
@@ -102,15 +108,20 @@ int run_perf() {
             return best;
         };
         const double flop = 4.0 * static_cast<double>(seqlen * seqlen * heads * dim) / (causal ? 2 : 1);
-        for (const std::string& isa : settings["isa"].empty() ? test::available_isas() : std::vector<std::string>{settings["isa"]}) {
+        for (const std::string& isa :
+             settings["isa"].empty() ? test::available_isas() : std::vector<std::string>{settings["isa"]}) {
             const test::ForcedIsa forced(isa);
             const auto report = [&](const char* pass, double factor, double seconds) {
-                std::printf("%-10s %-8s %-9s %-7s %10.3f %10.1f\n", "cpu_tiled", isa.c_str(), pass, causal ? "causal" : "full",
-                            seconds * 1e3, flop * factor / seconds * 1e-9);
+                std::printf("%-10s %-8s %-9s %-7s %10.3f %10.1f\n", "cpu_tiled", isa.c_str(), pass,
+                            causal ? "causal" : "full", seconds * 1e3, flop * factor / seconds * 1e-9);
             };
             raw.backend = "cpu_tiled";
-            report("forward", 1.0, time([&] { if (tilewise_forward(&raw, &forward)) std::fprintf(stderr, "%s\n", tilewise_last_error()); }));
-            report("backward", 2.5, time([&] { if (tilewise_backward(&raw, &backward)) std::fprintf(stderr, "%s\n", tilewise_last_error()); }));
+            report("forward", 1.0, time([&] {
+                       if (tilewise_forward(&raw, &forward)) std::fprintf(stderr, "%s\n", tilewise_last_error());
+                   }));
+            report("backward", 2.5, time([&] {
+                       if (tilewise_backward(&raw, &backward)) std::fprintf(stderr, "%s\n", tilewise_last_error());
+                   }));
         }
     }
     std::printf("threads: %d\n", cpu::max_threads());

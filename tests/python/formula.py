@@ -36,9 +36,27 @@ def visibility(shape, *, causal=False, q_offset="bottom_right", window=(-1, -1),
     return full if mask is None else full & np.asarray(mask, bool)
 
 
-def forward(q, k, v, *, softmax_scale=None, softcap=0.0, bias=None, alibi_slopes=None, sinks=None, score_mod=None,
-            captured=None, q_offset="bottom_right", causal=False, window=(-1, -1), chunk=0, mask=None, keep=None,
-            keep_prob=1.0, round_to=None):
+def forward(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    softcap=0.0,
+    bias=None,
+    alibi_slopes=None,
+    sinks=None,
+    score_mod=None,
+    captured=None,
+    q_offset="bottom_right",
+    causal=False,
+    window=(-1, -1),
+    chunk=0,
+    mask=None,
+    keep=None,
+    keep_prob=1.0,
+    round_to=None,
+):
     """SimpleNamespace with o, lse, p, and what the backward pass needs. round_to: rounds S, P and O, which makes it the
     plain computation in a low precision that accuracy is measured against."""
     rounded = round_to or (lambda a: a)
@@ -81,8 +99,24 @@ def forward(q, k, v, *, softmax_scale=None, softcap=0.0, bias=None, alibi_slopes
         else:
             o = np.einsum("bhij,bjhd->bhid", rounded(dropped).astype(wide), np.where(np.isfinite(vv), vv, 0))
     o = rounded(o.transpose(0, 2, 1, 3))
-    return SimpleNamespace(o=o, lse=lse[..., 0], p=p, raw=raw, x=x, scale=scale, distance=distance, sink=sink, kk=kk, vv=vv,
-                           q=q, group=group, softcap=softcap, keep=keep, keep_prob=keep_prob, dropped=dropped)
+    return SimpleNamespace(
+        o=o,
+        lse=lse[..., 0],
+        p=p,
+        raw=raw,
+        x=x,
+        scale=scale,
+        distance=distance,
+        sink=sink,
+        kk=kk,
+        vv=vv,
+        q=q,
+        group=group,
+        softcap=softcap,
+        keep=keep,
+        keep_prob=keep_prob,
+        dropped=dropped,
+    )
 
 
 def call_mod(function, shape, x, q_offset, captured, heads_kv):
@@ -91,8 +125,13 @@ def call_mod(function, shape, x, q_offset, captured, heads_kv):
     b, h, i, j = np.ix_(range(batch), range(heads), range(seqlen_q), range(seqlen_kv))
     t, _ = positions(seqlen_q, seqlen_kv, q_offset, batch)
     offset = (t[:, 0, 0] if seqlen_q else np.zeros(batch, np.int64)).reshape(-1, 1, 1, 1)
-    s = SimpleNamespace(seqlen_q=np.int64(seqlen_q), seqlen_kv=np.int64(seqlen_kv), q_offset=offset,
-                        head_kv=h // max(1, heads // max(1, heads_kv)), **(captured or {}))
+    s = SimpleNamespace(
+        seqlen_q=np.int64(seqlen_q),
+        seqlen_kv=np.int64(seqlen_kv),
+        q_offset=offset,
+        head_kv=h // max(1, heads // max(1, heads_kv)),
+        **(captured or {}),
+    )
     args = (b, h, i, j, s) if x is None else (x, b, h, i, j, s)
     return np.broadcast_to(function(*args), shape)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import formula
 import numpy as np
 import pytest
 
+import formula
 import tilewise
 from tilewise import _arrays
 
@@ -29,7 +29,9 @@ def test_numpy_view():
     assert tilewise.as_view(np.broadcast_to(a[0, 0], (5, 4)))[3] == (0, 1)
 
 
-@pytest.mark.parametrize("name", ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint32"])
+@pytest.mark.parametrize(
+    "name", ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint32"]
+)
 def test_dtype_numbers_agree_between_numpy_and_torch(name):
     torch = pytest.importorskip("torch")
     numpy_view = tilewise.as_view(np.zeros(3, name))
@@ -200,7 +202,9 @@ class TestTorch:
     def test_layouts(self):
         with pytest.raises(tilewise.InvalidArgumentError, match="sparse"):
             run(self.q.to_sparse(), self.k, self.k)
-        nested = self.torch.nested.nested_tensor([self.torch.randn(3, 2, 8), self.torch.randn(4, 2, 8)], layout=self.torch.jagged)
+        nested = self.torch.nested.nested_tensor(
+            [self.torch.randn(3, 2, 8), self.torch.randn(4, 2, 8)], layout=self.torch.jagged
+        )
         with pytest.raises(tilewise.Error, match="cu_seqlens"):
             run(nested, self.k, self.k)
 
@@ -214,7 +218,13 @@ class TestTorch:
         keep = np.array([[True, True, False, True, True, False]])
         assert self.torch.equal(
             run(self.q, self.k, self.k, mask=tilewise.masks.key_padding(keep), sinks=np.zeros(2)),
-            run(self.q, self.k, self.k, mask=tilewise.masks.key_padding(self.torch.from_numpy(keep)), sinks=self.torch.zeros(2)),
+            run(
+                self.q,
+                self.k,
+                self.k,
+                mask=tilewise.masks.key_padding(self.torch.from_numpy(keep)),
+                sinks=self.torch.zeros(2),
+            ),
         )
 
     def test_deterministic_algorithms_set_the_option(self):

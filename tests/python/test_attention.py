@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import formula
 import numpy as np
 import pytest
 
+import formula
 import tilewise
 from tilewise import masks
 
@@ -124,7 +124,9 @@ def test_gradients_of_every_option(qkv, name):
     for name in ("dq", "dk", "dv"):
         formula.assert_close(host(getattr(g, name)), getattr(ref, name), label=name)
     if "bias" in ours:
-        formula.assert_close(host(g.dbias), formula.reduce_to(ref.dbias, ours["bias"].shape).reshape(ours["bias"].shape))
+        formula.assert_close(
+            host(g.dbias), formula.reduce_to(ref.dbias, ours["bias"].shape).reshape(ours["bias"].shape)
+        )
     if "alibi_slopes" in ours:
         slopes = ours["alibi_slopes"]
         formula.assert_close(host(g.dalibi_slopes), ref.dslopes if slopes.ndim == 2 else ref.dslopes.sum(0))
@@ -166,8 +168,9 @@ def test_gradients_of_captured_arrays(qkv):
         values = []
         for sign in (1, -1):
             moved[name][index] += sign * step
-            m = tilewise.score_mod(lambda x, b, h, i, j, s: x * s.w + s.t[h, i - j + 12],
-                                   **{n: like(a, v) for n, v in moved.items()})
+            m = tilewise.score_mod(
+                lambda x, b, h, i, j, s: x * s.w + s.t[h, i - j + 12], **{n: like(a, v) for n, v in moved.items()}
+            )
             values.append((host(tilewise.attention(*qkv, score_mod=m)) * host(o)).sum())
             moved[name][index] -= sign * step
         got = host(g.captured[name])[index if index else 0]
@@ -179,7 +182,10 @@ def test_gradients_of_captured_arrays(qkv):
 def test_dtypes_meet_the_accuracy_rule(kind, dtype, causal):
     if kind == "numpy" and dtype == "bfloat16":
         ml_dtypes = pytest.importorskip("ml_dtypes")
-        qkv = [a.astype(ml_dtypes.bfloat16) for a in make(kind, (2, 70, 4, 32), (2, 70, 2, 32), (2, 70, 2, 32), dtype="float32")]
+        qkv = [
+            a.astype(ml_dtypes.bfloat16)
+            for a in make(kind, (2, 70, 4, 32), (2, 70, 2, 32), (2, 70, 2, 32), dtype="float32")
+        ]
     else:
         qkv = make(kind, (2, 70, 4, 32), (2, 70, 2, 32), (2, 70, 2, 32), dtype=dtype)
     exact = [a.astype(np.float64) if isinstance(a, np.ndarray) else host(a) for a in qkv]
@@ -204,7 +210,10 @@ def test_packed(kind):
     )  # fmt: skip
     assert tuple(o.shape) == (11, 4, 6) and tuple(lse.shape) == (4, 11)
     for n, (rows, keys) in enumerate(zip(lengths_q, lengths_kv, strict=True)):
-        part = [host(a)[None, begin : begin + count] for a, begin, count in ((q, cu_q[n], rows), (k, cu_kv[n], keys), (v, cu_kv[n], keys))]
+        part = [
+            host(a)[None, begin : begin + count]
+            for a, begin, count in ((q, cu_q[n], rows), (k, cu_kv[n], keys), (v, cu_kv[n], keys))
+        ]
         ref = formula.forward(*part, causal=True, sinks=host(sinks))
         formula.assert_close(host(o)[cu_q[n] : cu_q[n] + rows], ref.o[0])
         formula.assert_close(host(lse)[:, cu_q[n] : cu_q[n] + rows], ref.lse[0])
@@ -225,7 +234,14 @@ def test_used_rows_and_left_padding(kind):
     q, k, v = make(kind, (3, 6, 2, 8), (3, 9, 2, 8), (3, 9, 2, 8))
     used_q, used_kv, pad = np.array([6, 0, 4]), np.array([9, 5, 7], np.int32), np.array([2, 0, 3])
     o, lse = tilewise.attention(
-        q, k, v, seqused_q=like(q, used_q), seqused_kv=like(q, used_kv), leftpad_kv=like(q, pad), causal=True, return_lse=True
+        q,
+        k,
+        v,
+        seqused_q=like(q, used_q),
+        seqused_kv=like(q, used_kv),
+        leftpad_kv=like(q, pad),
+        causal=True,
+        return_lse=True,
     )
     for n in range(3):
         part = host(q)[n : n + 1, : used_q[n]], *(host(a)[n : n + 1, pad[n] : used_kv[n]] for a in (k, v))
@@ -250,7 +266,13 @@ def test_out(qkv):
 
 def test_nothing_is_written_when_a_call_is_refused(qkv):
     out = like(qkv[0], np.full((2, 9, 4, 5), 7.0))
-    for options in ({"window": (-2, 0)}, {"chunk": -1}, {"dropout_p": 1.0}, {"backend": "none"}, {"sinks": like(qkv[0], np.zeros(3))}):
+    for options in (
+        {"window": (-2, 0)},
+        {"chunk": -1},
+        {"dropout_p": 1.0},
+        {"backend": "none"},
+        {"sinks": like(qkv[0], np.zeros(3))},
+    ):
         with pytest.raises(tilewise.Error):
             tilewise.attention(*qkv, out=out, **options)
     assert (host(out) == 7).all()
@@ -271,8 +293,13 @@ def test_probabilities(qkv):
     _, lse = tilewise.attention(*qkv, causal=True, return_lse=True)
     formula.assert_close(host(tilewise.attn_probs(q, k, causal=True)), ref.p)
     formula.assert_close(host(tilewise.attn_probs(q, k, lse, causal=True)), ref.p)
-    formula.assert_close(host(tilewise.attn_probs(q, k, lse, rows=[8, 0], heads=[3], causal=True)), ref.p[:, [3]][:, :, [8, 0]])
-    formula.assert_close(host(tilewise.attn_probs(q, k, rows=2, heads=like(q, np.array([1, 0])), causal=True)), ref.p[:, [1, 0]][:, :, [2]])
+    formula.assert_close(
+        host(tilewise.attn_probs(q, k, lse, rows=[8, 0], heads=[3], causal=True)), ref.p[:, [3]][:, :, [8, 0]]
+    )
+    formula.assert_close(
+        host(tilewise.attn_probs(q, k, rows=2, heads=like(q, np.array([1, 0])), causal=True)),
+        ref.p[:, [1, 0]][:, :, [2]],
+    )
     swapped = tilewise.attn_probs(q.swapaxes(1, 2), k.swapaxes(1, 2), layout="bhsd", causal=True)
     formula.assert_close(host(swapped), ref.p)
     with pytest.raises(tilewise.InvalidArgumentError, match="rows"):
@@ -335,7 +362,9 @@ def test_seeds(qkv):
     np.testing.assert_array_equal(first, run())
     # the layout of the mask does not depend on that of the tensors
     swapped = [a.swapaxes(1, 2) for a in qkv]
-    np.testing.assert_array_equal(run(seed=3), host(tilewise.attention(*swapped, layout="bhsd", dropout_p=0.5, seed=3)).swapaxes(1, 2))
+    np.testing.assert_array_equal(
+        run(seed=3), host(tilewise.attention(*swapped, layout="bhsd", dropout_p=0.5, seed=3)).swapaxes(1, 2)
+    )
 
 
 def test_merge(kind):
@@ -344,14 +373,20 @@ def test_merge(kind):
     cuts = [0, 3, 3, 10, 12]
     for layout in ("bshd", "bhsd"):
         parts = [
-            tilewise.attention(*[a if layout == "bshd" else a.swapaxes(1, 2) for a in (q, k[:, i:j], v[:, i:j])], layout=layout, return_lse=True)
+            tilewise.attention(
+                *[a if layout == "bshd" else a.swapaxes(1, 2) for a in (q, k[:, i:j], v[:, i:j])],
+                layout=layout,
+                return_lse=True,
+            )
             for i, j in zip(cuts, cuts[1:], strict=False)
         ]
         merged, merged_lse = tilewise.merge([o for o, _ in parts], [lse for _, lse in parts], layout=layout)
         formula.assert_close(host(merged if layout == "bshd" else merged.swapaxes(1, 2)), host(o), 1e-12)
         formula.assert_close(host(merged_lse), host(lse), 1e-12)
         stacked, _ = tilewise.merge(
-            like(q, np.stack([host(o) for o, _ in parts])), like(q, np.stack([host(lse) for _, lse in parts])), layout=layout
+            like(q, np.stack([host(o) for o, _ in parts])),
+            like(q, np.stack([host(lse) for _, lse in parts])),
+            layout=layout,
         )
         np.testing.assert_array_equal(host(stacked), host(merged))
 
@@ -474,11 +509,14 @@ def test_the_signature_is_the_documented_one():
     import inspect
 
     parameters = inspect.signature(tilewise.attention).parameters
-    assert list(parameters) == (
-        "q k v layout causal q_offset window chunk mask softmax_scale softcap bias alibi_slopes sinks score_mod "
-        "cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv seqused_q seqused_kv leftpad_kv dropout_p seed "
-        "deterministic batch_invariant return_lse out backend validate"
-    ).split()
+    assert (
+        list(parameters)
+        == (
+            "q k v layout causal q_offset window chunk mask softmax_scale softcap bias alibi_slopes sinks score_mod "
+            "cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv seqused_q seqused_kv leftpad_kv dropout_p seed "
+            "deterministic batch_invariant return_lse out backend validate"
+        ).split()
+    )
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     assert defaults["layout"] == "bshd" and defaults["q_offset"] == "bottom_right" and defaults["window"] == (-1, -1)
     assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in "qkv")
@@ -489,7 +527,11 @@ def test_mask_data_of_packed_calls_is_packed_like_q_and_k(kind):
     q, k, v = make(kind, (5, 2, 4), (6, 2, 4), (6, 2, 4))
     cu_q, cu_kv = like(q, np.array([0, 3, 5])), like(q, np.array([0, 2, 6]))
     q_ids, kv_ids = np.array([0, 1, 1, 0, 0]), np.array([1, 0, 0, 0, 1, 1])
-    o = tilewise.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, mask=masks.documents(like(q, q_ids), like(q, kv_ids)))
+    o = tilewise.attention(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, mask=masks.documents(like(q, q_ids), like(q, kv_ids))
+    )
     for rows, keys in ((slice(0, 3), slice(0, 2)), (slice(3, 5), slice(2, 6))):
-        ref = formula.forward(host(q)[None, rows], host(k)[None, keys], host(v)[None, keys], mask=q_ids[rows, None] == kv_ids[None, keys])
+        ref = formula.forward(
+            host(q)[None, rows], host(k)[None, keys], host(v)[None, keys], mask=q_ids[rows, None] == kv_ids[None, keys]
+        )
         formula.assert_close(host(o)[rows], ref.o[0])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import formula
 import numpy as np
 import pytest
 
+import formula
 import tilewise
 from tilewise import masks, ops
 
@@ -70,7 +70,9 @@ def test_gradcheck_in_layout_bhsd():
 @pytest.mark.parametrize("shape", [(1, 2, 3, 4), (2, 1, 4), (1, 1, 3, 1), (4,), ()])
 def test_gradcheck_of_bias(shape):
     (bias,) = tensors(shape, seed=1)
-    gradcheck(lambda q, k, v, bias: tilewise.attention(q, k, v, bias=bias, causal=True, return_lse=True), *small(), bias)
+    gradcheck(
+        lambda q, k, v, bias: tilewise.attention(q, k, v, bias=bias, causal=True, return_lse=True), *small(), bias
+    )
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 2)])
@@ -83,7 +85,9 @@ def test_gradcheck_of_alibi_slopes(shape):
 def test_gradcheck_of_sinks(q_offset):
     (sinks,) = tensors((2,), seed=1)
     gradcheck(
-        lambda q, k, v, s: tilewise.attention(q, k, v, sinks=s, causal=True, q_offset=q_offset, return_lse=True), *small(), sinks
+        lambda q, k, v, s: tilewise.attention(q, k, v, sinks=s, causal=True, q_offset=q_offset, return_lse=True),
+        *small(),
+        sinks,
     )
 
 
@@ -126,7 +130,9 @@ def test_gradcheck_of_everything_at_once():
 def test_gradcheck_of_packed_sequences():
     cu_q, cu_kv = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 4, 6])
     gradcheck(
-        lambda q, k, v: tilewise.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, causal=True, return_lse=True),
+        lambda q, k, v: tilewise.attention(
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, causal=True, return_lse=True
+        ),
         *tensors((6, 2, 2), (7, 1, 2), (7, 1, 2)),
     )
 
@@ -264,7 +270,9 @@ def test_checkpoint_and_offload():
                 loss = run(q, k, v, sinks)
         else:
             loss = checkpoint(run, q, k, v, sinks, use_reentrant=how == "reentrant")
-        results.append(torch.autograd.grad(loss, (q, k, v, sinks)) if how != "reentrant" else _backward(loss, q, k, v, sinks))
+        results.append(
+            torch.autograd.grad(loss, (q, k, v, sinks)) if how != "reentrant" else _backward(loss, q, k, v, sinks)
+        )
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)

@@ -38,10 +38,24 @@ zeros = np.zeros
         ({"q": zeros((1, 2, 5, 4, 8), np.float32)}, ["q", "rank 5"]),
         ({"q": zeros((2, 5, 4, 8), np.float64)}, ["float64", "float32, float32", "one dtype"]),
         ({"v": zeros((2, 6, 2, 8), np.float16)}, ["float32, float32, float16"]),
-        ({"q": zeros((2, 5, 4, 8), np.int32), "k": zeros((2, 6, 2, 8), np.int32), "v": zeros((2, 6, 2, 8), np.int32)}, ["int32", "float16"]),
+        (
+            {
+                "q": zeros((2, 5, 4, 8), np.int32),
+                "k": zeros((2, 6, 2, 8), np.int32),
+                "v": zeros((2, 6, 2, 8), np.int32),
+            },
+            ["int32", "float16"],
+        ),
         ({"q": zeros((3, 5, 4, 8), np.float32)}, ["batch 2", "batch 3"]),
         ({"q": zeros((2, 5, 3, 8), np.float32)}, ["q", "3 heads", "2 heads", "multiple"]),
-        ({"q": zeros((2, 5, 4, 8), np.float32), "k": zeros((2, 6, 0, 8), np.float32), "v": zeros((2, 6, 0, 8), np.float32)}, ["4 heads", "0 heads"]),
+        (
+            {
+                "q": zeros((2, 5, 4, 8), np.float32),
+                "k": zeros((2, 6, 0, 8), np.float32),
+                "v": zeros((2, 6, 0, 8), np.float32),
+            },
+            ["4 heads", "0 heads"],
+        ),
         ({"k": zeros((2, 6, 2, 9), np.float32)}, ["k", "9", "8"]),
         ({"v": zeros((2, 7, 2, 8), np.float32)}, ["v", "7", "6"]),
         ({"v": zeros((2, 6, 4, 8), np.float32)}, ["v", "4 heads", "2"]),
@@ -266,7 +280,14 @@ def test_hierarchy():
     assert issubclass(tilewise.UnsupportedError, NotImplementedError)
     assert issubclass(tilewise.OutOfMemoryError, MemoryError)
     assert issubclass(tilewise.InternalError, RuntimeError)
-    for name in ("InvalidArgumentError", "ArgumentTypeError", "TraceError", "UnsupportedError", "OutOfMemoryError", "InternalError"):
+    for name in (
+        "InvalidArgumentError",
+        "ArgumentTypeError",
+        "TraceError",
+        "UnsupportedError",
+        "OutOfMemoryError",
+        "InternalError",
+    ):
         assert issubclass(getattr(tilewise, name), tilewise.Error)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import formula
 import numpy as np
 import pytest
 
+import formula
 import tilewise
 from tilewise import masks
 
@@ -183,7 +183,9 @@ def test_blocks(qkv):
     check(qkv, masks.blocks(map, 4, 5), dense)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, (1, 1, SEQLEN_Q, SEQLEN_KV), (SEQLEN_Q, 1), (BATCH, 1, 1, SEQLEN_KV), (HEADS, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, (1, 1, SEQLEN_Q, SEQLEN_KV), (SEQLEN_Q, 1), (BATCH, 1, 1, SEQLEN_KV), (HEADS, 1, 1)]
+)
 def test_dense(qkv, shape):
     keep = np.random.default_rng(0).random(shape) > 0.3
     check(qkv, keep, keep)
@@ -208,4 +210,6 @@ def test_a_mask_reads_its_arrays_anew_in_every_call(qkv):
 
 def test_arrays_in_messages_have_their_names(qkv):
     with pytest.raises(tilewise.InvalidArgumentError, match="documents kv_ids"):
-        tilewise.attention(*qkv, mask=masks.documents(np.zeros((BATCH, SEQLEN_Q), np.int32), np.zeros((BATCH, 4), np.int32)))
+        tilewise.attention(
+            *qkv, mask=masks.documents(np.zeros((BATCH, SEQLEN_Q), np.int32), np.zeros((BATCH, 4), np.int32))
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-import formula
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import formula
 import tilewise
 from tilewise import masks
 
@@ -107,7 +107,9 @@ def problems(draw, dtypes=("float64", "float32", "float16", "bfloat16"), largest
     array_option("bias", [shape, shape[1:], (1, shape[1], 1, shape[3]), (shape[2], 1), (shape[0], 1, 1, 1)], normal)
     array_option("alibi_slopes", [(shape[1],), (shape[0], shape[1])], normal)
     array_option("sinks", [(shape[1],)], normal)
-    array_option("mask", [shape, shape[2:], (shape[0], 1, 1, shape[3]), (shape[1], shape[2], 1)], lambda s: rng.random(s) > 0.4)
+    array_option(
+        "mask", [shape, shape[2:], (shape[0], 1, 1, shape[3]), (shape[1], shape[2], 1)], lambda s: rng.random(s) > 0.4
+    )
     return kind, dtype, layout, exact, given, options, plain
 
 
@@ -120,7 +122,9 @@ def test_forward(problem):
     o, lse = tilewise.attention(*qkv, return_lse=True, **options)
     assert type(o) is type(qkv[0]) and o.dtype == qkv[0].dtype
     got = host(o).astype(np.float64)
-    formula.assert_accurate(got if layout == "bshd" else got.swapaxes(1, 2), ref.o, std.o, dtype, label="o", slack=formula.slack(ref))
+    formula.assert_accurate(
+        got if layout == "bshd" else got.swapaxes(1, 2), ref.o, std.o, dtype, label="o", slack=formula.slack(ref)
+    )
     size = 1 + np.abs(np.where(np.isfinite(ref.lse), ref.lse, 0)).max(initial=0)
     plain_error = formula.worst(std.lse, ref.lse)
     error = formula.worst(host(lse), ref.lse)
@@ -220,7 +224,9 @@ def leaf_masks(rng, shape):
         return masks.chunk(c), j // c == t // c
     if kind == 3:
         q_ids, kv_ids = rng.integers(-1, 3, (batch, seqlen_q)), rng.integers(-1, 3, (batch, seqlen_kv))
-        return masks.documents(q_ids, kv_ids), (q_ids[:, None, :, None] == kv_ids[:, None, None]) & (q_ids >= 0)[:, None, :, None]
+        return masks.documents(q_ids, kv_ids), (q_ids[:, None, :, None] == kv_ids[:, None, None]) & (q_ids >= 0)[
+            :, None, :, None
+        ]
     if kind == 4:
         keep = rng.random((batch, seqlen_kv)) > 0.5
         return masks.key_padding(keep), keep[:, None, None]

@@ -14,10 +14,10 @@ import mmap
 import os
 import time
 
-import formula
 import numpy as np
 import pytest
 
+import formula
 import tilewise
 from tilewise import masks, ops
 
@@ -44,7 +44,9 @@ def check(q, k, v, *, layout="bhsd", do=None, dlse=None, backward=True, ref=None
     """o, lse and gradients against the formula; `ref` has the formula's options where they differ. Returns them."""
     turn = swapped if layout == "bhsd" else (lambda a: a)
     plain = {name: host(a) if isinstance(a, torch.Tensor) else a for name, a in {**options, **(ref or {})}.items()}
-    plain = {name: a for name, a in plain.items() if name not in ("seed", "deterministic", "batch_invariant", "score_mod")}
+    plain = {
+        name: a for name, a in plain.items() if name not in ("seed", "deterministic", "batch_invariant", "score_mod")
+    }
     if ref and "score_mod" in ref:
         plain["score_mod"] = ref["score_mod"]
     exact = [turn(host(a)) for a in (q, k, v)]
@@ -103,7 +105,9 @@ def test_A01():
     keep[:4, :4] = True
     o, lse, grads = check(q, k, v, mask=keep)
     assert (o[:, :, 4:] == 0).all() and torch.isneginf(lse[:, :, 4:]).all() and (grads[0][:, :, 4:] == 0).all()
-    assert torch.allclose(o[:, :, :4], tilewise.attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], layout="bhsd"), atol=1e-6)
+    assert torch.allclose(
+        o[:, :, :4], tilewise.attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], layout="bhsd"), atol=1e-6
+    )
 
 
 def test_A02():
@@ -268,7 +272,10 @@ def test_A23():
 def check_packed(q, k, v, cu_q, cu_kv, *, dtype_tolerance=None, **options):
     """Every sequence against the formula, forward and backward; rows of no sequence are zero."""
     q, k, v = (a.detach().requires_grad_() for a in (q, k, v))
-    given = {"cu_seqlens_q": torch.tensor(cu_q, dtype=torch.int32), "cu_seqlens_kv": torch.tensor(cu_kv, dtype=torch.int32)}
+    given = {
+        "cu_seqlens_q": torch.tensor(cu_q, dtype=torch.int32),
+        "cu_seqlens_kv": torch.tensor(cu_kv, dtype=torch.int32),
+    }
     o, lse = tilewise.attention(q, k, v, return_lse=True, **given, **options)
     do = randn(*o.shape, dtype=o.dtype, seed=9)
     grads = torch.autograd.grad(o, (q, k, v), do)
@@ -277,11 +284,15 @@ def check_packed(q, k, v, cu_q, cu_kv, *, dtype_tolerance=None, **options):
         i, j = slice(cu_q[n], cu_q[n + 1]), slice(cu_kv[n], cu_kv[n + 1])
         parts = host(q)[None, i], host(k)[None, j], host(v)[None, j]
         f = formula.forward(*parts, **plain)
-        std = formula.forward(*parts, **plain, round_to=formula.half(NAMES[q.dtype]) if q.dtype != torch.float64 else None)
+        std = formula.forward(
+            *parts, **plain, round_to=formula.half(NAMES[q.dtype]) if q.dtype != torch.float64 else None
+        )
         formula.assert_accurate(host(o)[None, i], f.o, std.o, NAMES[q.dtype], slack=formula.slack(f))
         formula.assert_close(host(lse)[None, :, i], f.lse, 1e-5 if q.dtype != torch.float64 else 1e-9)
         ref = formula.backward(f, host(do)[None, i])
-        for got, want in zip((host(grads[0])[i], host(grads[1])[j], host(grads[2])[j]), (ref.dq, ref.dk, ref.dv), strict=True):
+        for got, want in zip(
+            (host(grads[0])[i], host(grads[1])[j], host(grads[2])[j]), (ref.dq, ref.dk, ref.dv), strict=True
+        ):
             formula.assert_close(got, want[0], TOLERANCE[q.dtype])
     for array, end in ((o, cu_q[-1]), (grads[0], cu_q[-1]), (grads[1], cu_kv[-1]), (grads[2], cu_kv[-1])):
         assert (array[end:] == 0).all()
@@ -443,7 +454,8 @@ def test_C03():
     q, k, v = (randn(1, 2, 12, 8, dtype=torch.float64, seed=n) for n in range(3))
     whole = tilewise.attention(q, k, v, layout="bhsd", causal=True)
     parts = [
-        tilewise.attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], layout="bhsd", causal=True) for a, b in ((0, 5), (5, 9), (9, 12))
+        tilewise.attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], layout="bhsd", causal=True)
+        for a, b in ((0, 5), (5, 9), (9, 12))
     ]
     assert torch.allclose(torch.cat(parts, 2), whole, atol=1e-14)
 
@@ -545,7 +557,9 @@ def test_D05_D06(side):
     # Rows are positioned from the left pad on; a left-padded batch has its queries there as well.
     used = pad + torch.tensor(lengths)
     offset = -pad
-    o = tilewise.attention(queries.nan_to_num(), cache[0], cache[1], causal=True, q_offset=offset, leftpad_kv=pad, seqused_kv=used)
+    o = tilewise.attention(
+        queries.nan_to_num(), cache[0], cache[1], causal=True, q_offset=offset, leftpad_kv=pad, seqused_kv=used
+    )
     for b, n in enumerate(lengths):
         assert torch.allclose(o[b, pad[b] : pad[b] + n], alone[b][:n], atol=1e-14)
     for step in range(3):
@@ -826,7 +840,8 @@ def test_G17():
     q, k, v = (randn(1, 2, 64, 32, dtype=torch.bfloat16, seed=n).float() for n in range(3))
     f = formula.forward(*(swapped(host(a)) for a in (q, k, v)))
     parts = [
-        tilewise.attention(q, k[:, :, n : n + 8], v[:, :, n : n + 8], layout="bhsd", return_lse=True) for n in range(0, 64, 8)
+        tilewise.attention(q, k[:, :, n : n + 8], v[:, :, n : n + 8], layout="bhsd", return_lse=True)
+        for n in range(0, 64, 8)
     ]
     o, lse = tilewise.merge([p[0] for p in parts], [p[1] for p in parts], layout="bhsd")
     assert o.dtype == torch.float32
@@ -891,8 +906,12 @@ def test_H05():
     cu = torch.tensor([0, *np.cumsum(lengths)])
     q, k, v = (randn(sum(lengths), h, 64, seed=n) for n, h in ((0, 4), (1, 2), (2, 2)))
     for options in ({"causal": True}, {"window": (100, 0)}):
-        o, lse = tilewise.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, batch_invariant=True, return_lse=True, **options)
-        alone = tilewise.attention(q[None, :700], k[None, :700], v[None, :700], batch_invariant=True, return_lse=True, **options)
+        o, lse = tilewise.attention(
+            q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, batch_invariant=True, return_lse=True, **options
+        )
+        alone = tilewise.attention(
+            q[None, :700], k[None, :700], v[None, :700], batch_invariant=True, return_lse=True, **options
+        )
         assert bits(o[:700], lse[:, :700]) == bits(alone[0][0], alone[1][0])
         # a chunk of it, with its cache: chunked prefill and decode
         for begin, end in ((640, 700), (699, 700), (3, 70)):
@@ -908,7 +927,9 @@ def test_H07():
     used = torch.tensor([160])
     expected = None
     for capacity in (160, 161, 200, 512, 1024):
-        o, lse = tilewise.attention(q, k[:, :capacity], v[:, :capacity], seqused_kv=used, batch_invariant=True, return_lse=True)
+        o, lse = tilewise.attention(
+            q, k[:, :capacity], v[:, :capacity], seqused_kv=used, batch_invariant=True, return_lse=True
+        )
         expected = expected or bits(o, lse)
         assert bits(o, lse) == expected, capacity
 
@@ -1082,7 +1103,9 @@ def test_J16():
         assert lse.shape == (2, total)
 
 
-timed = pytest.mark.skipif(os.environ.get("TILEWISE_TIMED_TESTS") != "1", reason="measures time: set TILEWISE_TIMED_TESTS=1")
+timed = pytest.mark.skipif(
+    os.environ.get("TILEWISE_TIMED_TESTS") != "1", reason="measures time: set TILEWISE_TIMED_TESTS=1"
+)
 
 
 def best_time(function, rounds=7):

@@ -29,7 +29,11 @@ def everything(dtype, **options):
     [
         {},
         {"causal": True, "window": (64, 0)},
-        {"bias": np.ones((4, 1, 300), np.float32), "sinks": np.ones(4, np.float32), "alibi_slopes": np.ones(4, np.float32) * 0.01},
+        {
+            "bias": np.ones((4, 1, 300), np.float32),
+            "sinks": np.ones(4, np.float32),
+            "alibi_slopes": np.ones(4, np.float32) * 0.01,
+        },
         {"dropout_p": 0.2, "seed": 1, "mask": masks.mod(lambda b, h, i, j, s: (i + j) % 3 != 0)},
     ],
     ids=["plain", "band", "extras", "dropout"],

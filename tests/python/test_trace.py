@@ -42,8 +42,10 @@ def visible(function, **captured):
         (lambda x, b, h, i, j, s: ops.exp(ops.log(ops.tanh(ops.sqrt(x)))), "exp(log(tanh(sqrt(x))))"),
         (lambda x, b, h, i, j, s: x + ops.to_float(i >= j), "add(x,float(ge(i,j)))"),
         (lambda x, b, h, i, j, s: ops.abs(x), "abs(x)"),
-        (lambda x, b, h, i, j, s: x + s.seqlen_q + s.seqlen_kv + s.q_offset + s.head_kv,
-         "add(add(add(add(x,seqlen_q),seqlen_kv),q_offset),head_kv)"),
+        (
+            lambda x, b, h, i, j, s: x + s.seqlen_q + s.seqlen_kv + s.q_offset + s.head_kv,
+            "add(add(add(add(x,seqlen_q),seqlen_kv),q_offset),head_kv)",
+        ),
         (lambda x, b, h, i, j, s: x + 1e-5 + 1e20 + 1.0 + 1e16, "add(add(add(add(x,1e-05),1e+20),1.0),1e+16)"),
         (lambda x, b, h, i, j, s: x + -3 + -0.5, "add(add(x,-3),-0.5)"),
         (lambda x, b, h, i, j, s: x * SCALE, "mul(x,0.25)"),
