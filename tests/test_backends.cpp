@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <ostream>
 
 #include "core/registry.hpp"
 #include "cpu/parallel.hpp"
@@ -22,6 +23,8 @@ struct Cell {
     std::string isa;
     DType dtype;
 };
+
+void PrintTo(const Cell& cell, std::ostream* out) { *out << cell.isa << " " << core::name(cell.dtype); }
 
 std::vector<Cell> cells() {
     std::vector<Cell> out;

@@ -48,7 +48,7 @@ std::span<const Tile> query_tiles(const Call& call, int64_t b, int64_t h, Range 
 
 namespace {
 
-constexpr int64_t kItems = 16;
+constexpr int64_t kMinItems = 16, kItems = 32;
 constexpr int64_t kSumBytes = int64_t{512} << 20;
 constexpr int64_t kMaxChunks = 16;
 constexpr int64_t kChunkBytes = int64_t{64} << 20;  // of all chunks, unless one takes more
@@ -92,7 +92,9 @@ struct Layout {
         blocks = rows / kTileM + p.batch + 1;
         const int64_t sums = round_up(p.num_heads_q * rows * padded<T>(p.head_dim_qk) * t, 64);
         const int64_t pairs = std::max<int64_t>(p.batch * p.num_heads_kv, 1);
-        groups = std::min(ceil_div(kItems, pairs), ceil_div(p.max_seqlen_kv, kTileN));
+        const int64_t key_blocks = ceil_div(p.max_seqlen_kv, kTileN);
+        groups = std::max(std::min(ceil_div(kMinItems, pairs), key_blocks),
+                          std::min(ceil_div(kItems, pairs), key_blocks / kMaxBundle));
         groups = std::max<int64_t>(std::min(groups, kSumBytes / std::max<int64_t>(sums, 1)), 1);
         const int64_t key_block = kTileN * (3 * padded<T>(p.head_dim_qk) + 2 * padded<T>(p.head_dim_v)) * t;
         bundle = static_cast<int>(std::clamp<int64_t>(kBundleBytes / std::max<int64_t>(key_block, 1), 1, kMaxBundle));
