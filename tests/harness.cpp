@@ -158,7 +158,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     const bool packed_kv = packed_q && chance(0.8);
     const int64_t batch = chance(0.05) ? 0 : uniform(1, space.large ? 2 : 3);
     const int64_t heads_kv = chance(0.03) ? 0 : uniform(1, space.large ? 2 : 3);
-    const int64_t heads_q = heads_kv * uniform(1, chance(0.2) ? 5 : 3);
+    const int64_t heads_q = chance(0.02) ? 0 : heads_kv * uniform(1, chance(0.2) ? 5 : 3);
     const int64_t dim = chance(0.03) ? 0 : uniform(1, space.max_head_dim);
     const int64_t dim_v = chance(0.5) ? dim : chance(0.03) ? 0 : uniform(1, space.max_head_dim);
     const auto length = [&] {
@@ -345,14 +345,14 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
             }
         }
     };
-    if (chance(0.4) && heads_kv > 0 && batch > 0) {
+    if (chance(0.4) && heads_q > 0 && batch > 0) {
         mask_ = leaf();
         if (chance(0.3)) mask_ = "and(" + mask_ + "," + leaf() + ")";
         if (chance(0.2)) mask_ = "or(" + mask_ + "," + leaf() + ")";
         if (chance(0.15)) mask_ = "not(" + mask_ + ")";
         raw_.mask = mask_.c_str();
     }
-    if (chance(0.25) && heads_kv > 0 && batch > 0) {
+    if (chance(0.25) && heads_q > 0 && batch > 0) {
         switch (uniform(0, 4)) {
             case 0: score_mod_ = "add(x,mul(0.05,float(sub(j,i))))"; break;
             case 1: {

@@ -203,7 +203,7 @@ def view(array: Array, name: str = "array") -> View:
 def shape_view(array: Array) -> View:
     """Like `view`, without an address: for planning, where tensors may have no data."""
     if type(array) is np.ndarray:
-        return view(array)
+        return (0, *view(array)[1:])
     return 0, _torch_dtypes[array.dtype], array.shape, array.stride()
 
 

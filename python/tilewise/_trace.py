@@ -8,13 +8,13 @@ list. Nothing of the function itself is kept or called again.
 
 from __future__ import annotations
 
-import builtins as builtins_module
+import builtins
 import inspect
 import math
 import numbers
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -530,15 +530,21 @@ def _classify(role: str, name: str, value: Any) -> tuple[Any, tuple[str, int, in
 _cache: dict[Any, _Expression] = {}
 _CACHE_SIZE: Final = 512
 _CONSTANTS: Final = (bool, int, float, str, type(None))
-# Modules whose contents do not change under a running program.
-_STABLE_MODULES: Final = frozenset({"math", "numpy", "torch", "tilewise", "tilewise.ops", "operator"})
+# What a cached function may read around itself. Modules of functions without state; of numpy and torch, which have
+# random generators and settings too, the names that tracing understands and a few constants.
+_STATELESS_MODULES: Final = frozenset({"math", "operator", "tilewise", "tilewise.ops"})
+_OTHER_MODULES: Final = frozenset({"numpy", "torch"})
+_OTHER_NAMES: Final = frozenset({*_FOREIGN, *dir(math), "float32", "float64", "int32", "int64"})
+_STATELESS_BUILTINS: Final = frozenset(
+    {"abs", "bool", "float", "int", "len", "max", "min", "pow", "range", "round", "sum"}
+)
 
 
-def _stable_key(function: Callable[..., Any]) -> Any:
+def _stable_key(function: Callable[..., Any], captured: Iterable[str]) -> Any:
     """A key that is equal only for functions that trace alike, or None if that cannot be told from outside.
 
     Safe are plain functions that read nothing but constants: no nested functions, and globals and closure cells that
-    are numbers, stable modules or tilewise's own functions.
+    are numbers, stateless functions, or modules of such.
     """
     if type(function) is not types.FunctionType:
         return None
@@ -547,38 +553,48 @@ def _stable_key(function: Callable[..., Any]) -> Any:
         if isinstance(constant, types.CodeType):
             return None
     values: list[Any] = []
+    attributes: list[str] = []
     try:
         for cell in function.__closure__ or ():
             values.append(cell.cell_contents)
     except ValueError:  # an empty cell
         return None
-    scope, builtins = function.__globals__, vars(builtins_module)
+    scope = function.__globals__
     for name in code.co_names:
         if name in scope:
             values.append(scope[name])
-        elif name in builtins:
-            values.append(builtins[name])
-        # else: an attribute's name
+        elif name not in _STATELESS_BUILTINS:
+            attributes.append(name)  # or a builtin that is not known to be safe
     values.extend(function.__defaults__ or ())
     values.extend((function.__kwdefaults__ or {}).values())
     key: list[Any] = [code]
+    others = False
     for value in values:
         kind = type(value)
         if kind in _CONSTANTS:
             key.append((kind, repr(value) if kind is float else value))  # repr tells 0.0 from -0.0
-        elif (
-            (kind is types.ModuleType and value.__name__ in _STABLE_MODULES)
-            or (kind is types.FunctionType and value.__module__ == __name__)
-            or (kind is types.BuiltinFunctionType and value.__module__ in ("builtins", "math"))
-        ):
-            key.append((kind, id(value)))
+            continue
+        if kind is types.ModuleType:
+            others = others or value.__name__ in _OTHER_MODULES
+            stateless = value.__name__ in _STATELESS_MODULES or value.__name__ in _OTHER_MODULES
+        elif kind is types.FunctionType:
+            stateless = value.__module__ == __name__
         else:
+            stateless = kind is types.BuiltinFunctionType and value.__module__ == "math"
+        if not stateless:
+            return None
+        key.append((kind, id(value)))
+    known = {*captured, *SEQUENCE_FACTS}
+    for name in attributes:
+        if name in known or (others and name in _OTHER_NAMES):
+            continue
+        if others or name in vars(builtins):
             return None
     return tuple(key)
 
 
 def _trace(role: str, function: Callable[..., Any], captured: Mapping[str, tuple[str, int, int]]) -> _Expression:
-    key = _stable_key(function)
+    key = _stable_key(function, captured)
     if key is not None:
         key = (role, key, tuple(captured.items()))
         found = _cache.get(key)

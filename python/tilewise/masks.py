@@ -207,17 +207,17 @@ def key_padding(keep: Any) -> Mask:
 def documents(q_ids: Any, kv_ids: Any = None) -> Mask:
     """Query and key have the same document number, and it is not negative (negative = padding: sees nothing).
 
-    Integer [batch, seqlen_q] and [batch, seqlen_kv] (packed: [total]); the numbers need not be sorted. kv_ids left
-    out = q_ids.
+    Integer [batch, seqlen_q] and [batch, seqlen_kv], or [seqlen], or [batch, heads, seqlen]; packed [total] or [heads,
+    total]. The numbers need not be sorted. kv_ids left out = q_ids.
     """
     ids = _ints(q_ids, "documents q_ids")
     return _Kind("documents", ids, ids if kv_ids is None else _ints(kv_ids, "documents kv_ids"))
 
 
 def prefix(length: Any) -> Mask:
-    """Key j is visible if j < length or j <= t: a prefix in both directions, the rest causal. int, or integer [batch].
+    """Key j is visible if j < length or j <= t: a prefix in both directions, the rest causal.
 
-    Contains causal, so it is refused together with causal=True.
+    length: int, or integer [batch] or [batch, heads]. Contains causal, so it is refused together with causal=True.
     """
     if isinstance(length, (list, tuple, np.ndarray)) or is_torch(length):
         if not isinstance(length, (list, tuple)) and length.ndim == 0:

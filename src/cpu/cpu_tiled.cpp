@@ -175,7 +175,7 @@ Pair plan_pair(const Problem& p, int64_t b, int64_t head_kv) {
     const int64_t group = p.group(), rows = group * s.q_len;
     Pair pair{};
     pair.b = b, pair.head_kv = head_kv;
-    if (s.q_len == 0) return pair;
+    if (rows == 0) return pair;  // no queries, or no heads: nothing below may divide by them
     const int64_t heads = std::clamp<int64_t>(kTileM / s.q_len, 1, group);
     pair.head_blocks = ceil_div(group, heads);
     pair.heads = ceil_div(group, pair.head_blocks);

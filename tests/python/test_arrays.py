@@ -192,12 +192,15 @@ class TestTorch:
             run(self.torch.zeros(1, 5, 2, 8), self.torch.zeros(1, 6, 2, 8), self.torch.zeros(1, 6, 2, 8))
 
     def test_other_devices_name_the_device(self):
-        # A device name is enough: no such device is needed to refuse it.
-        class Elsewhere:
+        # No such device is needed to refuse it: a tensor that says so will do.
+        class Elsewhere(self.torch.Tensor):
             device = self.torch.device("cuda:1")
 
-        text = tilewise._errors.message("q", f"a tensor on device {Elsewhere.device}", "device cpu")
-        assert "cuda:1" in text
+        far = self.q.as_subclass(Elsewhere)
+        with pytest.raises(tilewise.UnsupportedError, match=r"q: .*cuda:1.*cpu"):
+            run(far, self.k, self.k)
+        ok, reasons = tilewise.supports(far, self.k, self.k)
+        assert not ok and "cuda:1" in reasons[0]
 
     def test_layouts(self):
         with pytest.raises(tilewise.InvalidArgumentError, match="sparse"):

@@ -474,6 +474,11 @@ def test_plans_need_shapes_only():
     real = torch.randn(2, 9, 4, 8), torch.randn(2, 13, 2, 8)
     assert torch.equal(plan.run(real[0], real[1], real[1]), tilewise.attention(real[0], real[1], real[1], causal=True))
     assert tilewise.supports(q, k, k) == (True, [])
+    packed = torch.empty(7, 2, 8, device="meta")
+    assert tilewise.supports(packed, packed, packed, cu_seqlens_q=[0, 3, 7], cu_seqlens_kv=np.array([0, 3, 7])) == (
+        True,
+        [],
+    )
     assert "backward" in tilewise.explain(q, k, k, sinks=torch.zeros(4, device="meta"))
 
 

@@ -266,6 +266,18 @@ def test_the_cache_sees_globals_and_is_not_fooled_by_objects():
     assert score(function) == "mul(x,2.0)"
 
 
+def test_functions_with_state_are_traced_anew():
+    _trace._cache.clear()
+    assert score(lambda x, b, h, i, j, s: x * np.random.default_rng().random()) != ""
+    assert score(lambda x, b, h, i, j, s: x * eval("0.5")) == "mul(x,0.5)"
+    assert score(lambda x, b, h, i, j, s: x * sum(n for n in (1, 2))) == "mul(x,3)"
+    assert len(_trace._cache) == 0
+    assert score(lambda x, b, h, i, j, s: np.exp(x) * math.cos(0.0) + s.a * np.pi, a=1.0).startswith(
+        "add(mul(exp(x),1.0)"
+    )
+    assert len(_trace._cache) == 1
+
+
 def test_the_cache_tells_captured_kinds_apart():
     function = lambda x, b, h, i, j, s: x + s.a  # noqa: E731
     assert score(function, a=1.0) == "add(x,$0)"
