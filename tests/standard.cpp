@@ -35,7 +35,7 @@ public:
         for (auto* matrix : {&capped, &mod_input, &x, &probability}) matrix->assign(size, R(0));
         visible.resize(size), keep.assign(size, 1);
         lse.assign(static_cast<size_t>(rows_), -std::numeric_limits<R>::infinity());
-        for (int64_t i = 0; i < rows_; ++i) mask.visible(b, h, i, {0, keys_}, &visible[at(i, 0)]);
+        for (int64_t i = 0; i < rows_; ++i) mask.visible(b, h, i, {0, keys_}, visible.data() + at(i, 0));
         if (!problem.score_mod.empty()) {
             mod_ = Expr::parse(problem.score_mod, Role::score_mod, problem.arrays,
                                static_cast<int>(problem.scalars.size()));
@@ -60,8 +60,8 @@ public:
                 if (p_.alibi_slopes) score -= static_cast<R>(p_.slope(b_, h_)) * distance(i, j);
                 mod_input[at(i, j)] = score;
             }
-            std::copy_n(&mod_input[at(i, 0)], keys_, &x[at(i, 0)]);
-            if (mod) mod->real(context_, i, {0, keys_}, &mod_input[at(i, 0)], &x[at(i, 0)]);
+            std::copy_n(mod_input.data() + at(i, 0), keys_, x.data() + at(i, 0));
+            if (mod) mod->real(context_, i, {0, keys_}, mod_input.data() + at(i, 0), x.data() + at(i, 0));
             R m = sink();
             bool empty = true;
             for (int64_t j = 0; j < keys_; ++j) {
@@ -126,7 +126,7 @@ public:
                           : R(0);
             std::fill(dq.begin(), dq.end(), R(0));
             const bool empty =
-                std::none_of(&visible[at(i, 0)], &visible[at(i, 0)] + keys_, [](uint8_t sees) { return sees; });
+                std::none_of(visible.data() + at(i, 0), visible.data() + at(i, 0) + keys_, [](uint8_t sees) { return sees; });
             R delta = 0;
             for (int64_t j = 0; j < keys_ && !empty; ++j) {
                 if (!visible[at(i, j)]) continue;
@@ -146,7 +146,7 @@ public:
             if (!dsinks.empty() && (empty || sink() != -std::numeric_limits<R>::infinity())) {
                 dsinks[h_] += empty ? dlse : std::exp(sink() - lse[i]) * (dlse - delta);
             }
-            if (mod && !empty) mod->evaluate_nodes(context_, i, {0, keys_}, &mod_input[at(i, 0)]);
+            if (mod && !empty) mod->evaluate_nodes(context_, i, {0, keys_}, mod_input.data() + at(i, 0));
             std::vector<std::vector<int64_t>> offsets;
             for (const auto& gather : adjoint.gathers) {
                 Array target = p_.arrays[static_cast<size_t>(gather.array)];
