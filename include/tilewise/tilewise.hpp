@@ -8,7 +8,7 @@
 //
 // Masks and score functions are written with ordinary operators and sent as text; nothing is compiled:
 //
-//     options.mask = tilewise::documents(ids) & !tilewise::prefix(16);
+//     options.mask = tilewise::documents(ids) & ~tilewise::prefix(16);
 //     options.score_mod = [](auto x, auto b, auto h, auto i, auto j, auto s) { return x - 0.1 * abs(i - j); };
 #pragma once
 
