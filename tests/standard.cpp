@@ -125,8 +125,8 @@ public:
                 args.dlse ? static_cast<R>(load_float(args.dlse.data, args.dlse.dtype, args.dlse.offset(b_, h_, row)))
                           : R(0);
             std::fill(dq.begin(), dq.end(), R(0));
-            const bool empty =
-                std::none_of(visible.data() + at(i, 0), visible.data() + at(i, 0) + keys_, [](uint8_t sees) { return sees; });
+            const bool empty = std::none_of(visible.data() + at(i, 0), visible.data() + at(i, 0) + keys_,
+                                            [](uint8_t sees) { return sees; });
             R delta = 0;
             for (int64_t j = 0; j < keys_ && !empty; ++j) {
                 if (!visible[at(i, j)]) continue;

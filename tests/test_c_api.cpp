@@ -218,6 +218,23 @@ TEST_F(CApi, OverlappingOutput) {
     EXPECT_EQ(fused[0], 1.0f);
 }
 
+TEST_F(CApi, OutputsThatShareMemory) {
+    ASSERT_EQ(tilewise_forward(&problem, &args), TILEWISE_OK) << tilewise_last_error();
+    std::vector<float> d_o(o.size(), 1.0f), dk(k.size(), -7.0f), dv(v.size(), -7.0f);
+    tilewise_backward_args backward;
+    tilewise_backward_args_init(&backward);
+    backward.d_o = tensor(d_o.data(), TILEWISE_FLOAT32, {2, 5, 4, 8});
+    backward.o = args.o, backward.lse = args.lse;
+    backward.dk = tensor(dk.data(), TILEWISE_FLOAT32, {2, 7, 2, 8});
+    backward.dv = backward.dk;
+    EXPECT_EQ(tilewise_backward(&problem, &backward), TILEWISE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(tilewise_last_error()).find("shared with the output dk"), std::string::npos)
+        << tilewise_last_error();
+    for (const float x : dk) ASSERT_EQ(x, -7.0f);
+    backward.dv = tensor(dv.data(), TILEWISE_FLOAT32, {2, 7, 2, 8});
+    EXPECT_EQ(tilewise_backward(&problem, &backward), TILEWISE_OK) << tilewise_last_error();
+}
+
 TEST_F(CApi, PlanRefusesWhatItWasNotMadeFor) {
     tilewise_plan* plan = nullptr;
     ASSERT_EQ(tilewise_plan_create(&problem, TILEWISE_FORWARD, &plan), TILEWISE_OK) << tilewise_last_error();

@@ -185,17 +185,19 @@ bool interleaved_apart(const Array& a, const Array& b) {
     return false;
 }
 
-void refuse_overlap(const Array& output, const char* output_name, const Array& input, const char* input_name) {
+void refuse_overlap(const Array& output, const char* output_name, const Array& input, const char* input_name,
+                    const char* kind = "input") {
     if (!output || !input) return;
     const Extent o = extent_of(output), i = extent_of(input);
     if (o.first == o.last || i.first == i.last || o.last <= i.first || i.last <= o.first) return;
     if (interleaved_apart(output, input)) return;
-    refuse(output_name, std::string("memory shared with the input ") + input_name, "memory of its own",
+    refuse(output_name, std::string("memory shared with the ") + kind + " " + input_name, "memory of its own",
            "Give another output tensor.");
 }
 
 // An output whose elements coincide would hold whatever was written last.
 void require_distinct(const Array& output, const char* argument) {
+    if (output.size() == 0) return;
     for (int d = 0; d < output.rank; ++d) {
         if (output.shape[d] > 1 && output.stride[d] == 0) {
             refuse(argument, "stride 0 on axis " + std::to_string(d), "an output with one place per element");
@@ -532,6 +534,7 @@ ForwardArgs make_forward_args(const Problem& problem, const tilewise_problem& ra
     require_data(make_array(args.lse, "lse"), "lse");
     refuse_overlap_with_inputs(make_array(args.o, "o"), "o", raw);
     refuse_overlap_with_inputs(make_array(args.lse, "lse"), "lse", raw);
+    refuse_overlap(make_array(args.lse, "lse"), "lse", make_array(args.o, "o"), "o", "output");
     return out;
 }
 
@@ -573,9 +576,13 @@ BackwardArgs make_backward_args(const Problem& p, const tilewise_problem& raw, c
         }
         out.darrays.push_back(array);
     }
+    std::vector<std::pair<Array, std::string>> outputs;
     const auto output = [&](const tilewise_tensor& tensor, const char* argument) {
         const Array array = make_array(tensor, argument);
         require_data(array, argument);
+        for (const auto& [other, other_name] : outputs)
+            refuse_overlap(array, argument, other, other_name.c_str(), "output");
+        outputs.emplace_back(array, argument);
         refuse_overlap_with_inputs(array, argument, raw);
         for (const auto& [input, input_name] :
              {std::pair{&args.d_o, "do"}, {&args.o, "o"}, {&args.lse, "lse"}, {&args.dlse, "dlse"}}) {

@@ -110,8 +110,8 @@ inline void soften_row(T* s, T* ds, int begin, int end, T scale, const RowSums<T
     const T sum = sum_of<T>(sums), missing = T{1} - row.p_sink - sum;
     const T tolerance = 16 * kEpsilon * (row.lse > 1 ? row.lse : row.lse < -1 ? -row.lse : T{1});
     T delta = row.delta;
-    // Where the sink has most of the row, 1 - p_sink is all rounding, or sum is 0. And a delta that is not finite stays: a
-    // dropped key adds 0 * v to o, but nothing to the sum below.
+    // Where the sink has most of the row, 1 - p_sink is all rounding, or sum is 0. And a delta that is not finite
+    // stays: a dropped key adds 0 * v to o, but nothing to the sum below.
     if (sum >= T{0.5} && missing >= -tolerance && missing <= tolerance && delta - delta == 0) {
         sums = splat(T{0});
         for (int k = begin; k < end; k += kLanes<T>) {
