@@ -1,4 +1,6 @@
 // The ordered list of implementations: best first, the reference last. The only file that sees the backends.
+#include <cstdlib>
+
 #include "core/registry.hpp"
 #include "cpu/cpu_tiled.hpp"
 #include "cpu/isa.hpp"
@@ -28,6 +30,16 @@ std::string backend_facts() {
     }
     return text + ")\ncpu threads: " + std::to_string(cpu::max_threads()) + "\ncpu executor: " + cpu::executor_name() +
            "\n";
+}
+
+DeviceMemory allocate(Device device, size_t bytes, void*) {
+    if (device.is_cuda()) throw Error(Status::unsupported, "this build has no CUDA");
+    void* const data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (data == nullptr) {
+        throw Error(Status::out_of_memory, "workspace: " + std::to_string(bytes) +
+                                               " bytes could not be allocated. Free memory, or split the batch.");
+    }
+    return {data, [](Device, void* memory, void*) { std::free(memory); }};
 }
 
 void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,

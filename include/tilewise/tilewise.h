@@ -54,7 +54,11 @@ typedef enum tilewise_dtype {
 
 #define TILEWISE_MAX_RANK 5
 
-/* A strided array in host memory that the caller owns. dtype = TILEWISE_NONE means "not given". */
+/* Where the tensors of a problem live. All of one problem live in one place. */
+typedef enum tilewise_device_type { TILEWISE_CPU = 0, TILEWISE_CUDA = 1 } tilewise_device_type;
+
+/* A strided array that the caller owns, in host memory or in that of the problem's device. dtype = TILEWISE_NONE means
+ * "not given". */
 typedef struct tilewise_tensor {
     void* data;
     int32_t dtype; /* tilewise_dtype */
@@ -129,6 +133,12 @@ typedef struct tilewise_problem {
     tilewise_tensor page_table;
     int64_t page_size;
     tilewise_tensor k_scale, v_scale;
+
+    int32_t device_type;  /* tilewise_device_type, of every tensor here and in the arguments of a run */
+    int32_t device_index; /* number of the CUDA device, as the driver counts; 0 on the CPU */
+    /* int64 [2]: (seed, offset), read by the kernels instead of the two numbers above: a CUDA graph that changes it
+     * between replays gets new dropout masks. */
+    tilewise_tensor seed_offset;
 } tilewise_problem;
 
 /* Outputs of the forward pass. */
@@ -179,7 +189,9 @@ TILEWISE_API tilewise_status tilewise_plan_workspace_size(const tilewise_plan* p
 
 /* The problem given here carries the data. It must agree with the planned one in dtypes, head counts, head dims,
  * layout and options; lengths, batch and strides may differ as long as the workspace suffices. Thread-safe as long as
- * every concurrent run has its own workspace. `stream` is NULL on the CPU. */
+ * every concurrent run has its own workspace. On a CUDA device the workspace is device memory, `stream` is the CUstream
+ * that the work is queued on (NULL = the default stream), and nothing waits for the device: values in device memory are
+ * read by the kernels, which clamp lengths and offsets, unless `validate` asks for a check. */
 TILEWISE_API tilewise_status tilewise_plan_forward(const tilewise_plan* plan, const tilewise_problem* problem,
                                                    const tilewise_forward_args* args, void* workspace,
                                                    size_t workspace_bytes, void* stream);
@@ -187,7 +199,7 @@ TILEWISE_API tilewise_status tilewise_plan_backward(const tilewise_plan* plan, c
                                                     const tilewise_backward_args* args, void* workspace,
                                                     size_t workspace_bytes, void* stream);
 
-/* One call: plan, allocate the workspace, run. */
+/* One call: plan, allocate the workspace, run; on a CUDA device on its default stream. */
 TILEWISE_API tilewise_status tilewise_forward(const tilewise_problem* problem, const tilewise_forward_args* args);
 TILEWISE_API tilewise_status tilewise_backward(const tilewise_problem* problem, const tilewise_backward_args* args);
 

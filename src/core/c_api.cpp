@@ -48,6 +48,12 @@ const T& given(const T* pointer, const char* argument) {
     return *pointer;
 }
 
+// Helpers that read values on the host.
+void require_host(const Problem& p) {
+    if (p.device.is_cuda())
+        refuse("problem", "tensors on " + describe(p.device), "tensors in host memory", "Copy them first.");
+}
+
 size_t copy_text(const std::string& text, char* buffer, size_t capacity) {
     if (buffer && capacity > 0) {
         const size_t n = std::min(text.size(), capacity - 1);
@@ -115,8 +121,8 @@ tilewise_status tilewise_plan_forward(const tilewise_plan* plan, const tilewise_
                                       const tilewise_forward_args* args, void* workspace, size_t workspace_bytes,
                                       void* stream) {
     return guarded([&] {
-        if (stream != nullptr) refuse("stream", "a stream", "NULL: this plan runs on the CPU");
-        given(plan, "plan").plan.forward(given(problem, "problem"), given(args, "args"), {workspace, workspace_bytes});
+        given(plan, "plan")
+            .plan.forward(given(problem, "problem"), given(args, "args"), {workspace, workspace_bytes, stream});
     });
 }
 
@@ -124,8 +130,8 @@ tilewise_status tilewise_plan_backward(const tilewise_plan* plan, const tilewise
                                        const tilewise_backward_args* args, void* workspace, size_t workspace_bytes,
                                        void* stream) {
     return guarded([&] {
-        if (stream != nullptr) refuse("stream", "a stream", "NULL: this plan runs on the CPU");
-        given(plan, "plan").plan.backward(given(problem, "problem"), given(args, "args"), {workspace, workspace_bytes});
+        given(plan, "plan")
+            .plan.backward(given(problem, "problem"), given(args, "args"), {workspace, workspace_bytes, stream});
     });
 }
 
@@ -173,6 +179,7 @@ tilewise_status tilewise_attn_probs(const tilewise_problem* problem, const tilew
         }
         raw.v = raw.k;  // probabilities do not depend on v
         const Problem p = make_problem(raw);
+        require_host(p);
         const auto check_indices = [](const int64_t* values, int64_t count, int64_t limit, const char* argument) {
             if (count < 0 || (count > 0 && values == nullptr)) {
                 refuse(argument, values ? std::to_string(count) + " entries" : "a null pointer", "a list of indices");
@@ -216,6 +223,7 @@ tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, 
                                     int64_t tile_n, uint8_t* out, size_t capacity, size_t* count) {
     return guarded([&] {
         const Problem p = make_problem(given(problem, "problem"));
+        require_host(p);
         if (count == nullptr) refuse("count", "a null pointer", "a pointer to receive the number of tiles");
         if (b < 0 || b >= p.batch) refuse("b", std::to_string(b), "0 to batch - 1 = " + std::to_string(p.batch - 1));
         if (h < 0 || h >= p.num_heads_q)

@@ -1,13 +1,11 @@
 #include "plan.hpp"
 
-#include <cstdlib>
-#include <memory>
-#include <new>
+#include <algorithm>
 
 namespace tilewise::core {
 namespace {
 
-constexpr size_t kAlignment = 64;
+constexpr size_t kAlignment = 64;  // a GPU's allocators give 256
 
 Choice choose_or_refuse(const Problem& problem, Pass pass) {
     Choice choice = choose(problem, pass);
@@ -21,7 +19,7 @@ Choice choose_or_refuse(const Problem& problem, Pass pass) {
 
 // What a plan is bound to: everything but lengths, batch, strides and the values of run-time options.
 std::string identity(const Problem& p) {
-    std::string text = std::string(name(p.dtype)) + " heads " + std::to_string(p.num_heads_q) + "/" +
+    std::string text = describe(p.device) + " " + name(p.dtype) + " heads " + std::to_string(p.num_heads_q) + "/" +
                        std::to_string(p.num_heads_kv) + " dims " + std::to_string(p.head_dim_qk) + "/" +
                        std::to_string(p.head_dim_v);
     const auto flag = [&](bool on, const char* label) {
@@ -34,19 +32,23 @@ std::string identity(const Problem& p) {
     return text + " mask=" + p.mask + " score_mod=" + p.score_mod + " backend=" + p.backend;
 }
 
-struct Free {
-    void operator()(void* pointer) const { std::free(pointer); }
-};
-
-std::unique_ptr<void, Free> allocate(size_t bytes) {
-    const size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    std::unique_ptr<void, Free> memory(std::aligned_alloc(kAlignment, rounded ? rounded : kAlignment));
-    if (!memory) {
-        throw Error(Status::out_of_memory, "workspace: " + std::to_string(bytes) +
-                                               " bytes could not be allocated. Free memory, or split the batch.");
+// A workspace of our own for the time of one call.
+class OwnWorkspace {
+public:
+    OwnWorkspace(Device device, size_t bytes) : device_(device), bytes_(bytes) {
+        const size_t rounded = (std::max<size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
+        memory_ = allocate(device, rounded, nullptr);
     }
-    return memory;
-}
+    ~OwnWorkspace() { memory_.release(device_, memory_.data, nullptr); }
+    OwnWorkspace(const OwnWorkspace&) = delete;
+    OwnWorkspace& operator=(const OwnWorkspace&) = delete;
+    [[nodiscard]] Workspace get() const { return {memory_.data, bytes_, nullptr}; }
+
+private:
+    Device device_;
+    size_t bytes_;
+    DeviceMemory memory_;
+};
 
 template <class Args>
 void check_size(const Args& args, const char* what) {
@@ -85,6 +87,9 @@ Problem Plan::problem_to_run(const tilewise_problem& raw, Pass pass, Workspace w
                pass == Pass::forward ? "a forward plan" : "a backward plan");
     }
     Problem problem = make_problem(raw);
+    if (!problem.device.is_cuda() && workspace.stream != nullptr) {
+        refuse("stream", "a stream", "NULL: this plan runs on the CPU");
+    }
     if (identity(problem) != identity(problem_)) {
         refuse("problem", identity(problem), "what the plan was made for: " + identity(problem_), "Make another plan.");
     }
@@ -119,8 +124,8 @@ void forward(const tilewise_problem& raw, const tilewise_forward_args& args) {
     const ForwardArgs forward_args = make_forward_args(problem, raw, args);
     const Choice choice = choose_or_refuse(problem, Pass::forward);
     const size_t bytes = choice.implementation->workspace_bytes(problem, Pass::forward);
-    const auto memory = allocate(bytes);
-    choice.implementation->forward(problem, forward_args, {memory.get(), bytes});
+    const OwnWorkspace workspace(problem.device, bytes);
+    choice.implementation->forward(problem, forward_args, workspace.get());
 }
 
 void backward(const tilewise_problem& raw, const tilewise_backward_args& args) {
@@ -130,8 +135,8 @@ void backward(const tilewise_problem& raw, const tilewise_backward_args& args) {
     const BackwardArgs backward_args = make_backward_args(problem, raw, args);
     const Choice choice = choose_or_refuse(problem, Pass::backward);
     const size_t bytes = choice.implementation->workspace_bytes(problem, Pass::backward);
-    const auto memory = allocate(bytes);
-    choice.implementation->backward(problem, backward_args, {memory.get(), bytes});
+    const OwnWorkspace workspace(problem.device, bytes);
+    choice.implementation->backward(problem, backward_args, workspace.get());
 }
 
 }  // namespace tilewise::core

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "dropout.hpp"
+#include "env.hpp"
 #include "mask.hpp"
 
 namespace tilewise::core {
@@ -109,7 +110,7 @@ void require_lengths(const Array& cu, const char* argument, int64_t total) {
     }
 }
 
-Grid4 broadcast_grid(const Array& array, const char* argument, const Problem& p, bool with_data) {
+Grid4 broadcast_grid(const Array& array, const char* argument, const Problem& p, bool lengths_known) {
     Grid4 grid;
     grid.data = array.data;
     grid.dtype = array.dtype;
@@ -121,7 +122,7 @@ Grid4 broadcast_grid(const Array& array, const char* argument, const Problem& p,
         const int from = axis - (4 - array.rank);
         if (from < 0) continue;
         const int64_t extent = array.shape[from];
-        const bool fits = extent == want[axis] || (at_least[axis] && (extent > want[axis] || !with_data));
+        const bool fits = extent == want[axis] || (at_least[axis] && (extent > want[axis] || !lengths_known));
         if (extent != 1 && !fits) {
             refuse(argument, shape_text(array),
                    "anything that broadcasts to [batch, num_heads_q, seqlen_q, seqlen_kv] = " +
@@ -296,6 +297,42 @@ Rows3 view_lse(const tilewise_tensor& tensor, const char* argument, const Proble
     return rows;
 }
 
+void read_lengths(Problem& p) {
+    if (p.packed_q) require_lengths(p.cu_seqlens_q, "cu_seqlens_q", p.q_rows);
+    if (p.packed_kv) require_lengths(p.cu_seqlens_kv, "cu_seqlens_kv", p.kv_rows);
+    p.sequences.assign(static_cast<size_t>(p.batch), {});
+    p.max_seqlen_q = p.max_seqlen_kv = 0;
+    for (int64_t b = 0; b < p.batch; ++b) {
+        Sequence& s = p.sequences[static_cast<size_t>(b)];
+        s.q_row0 = p.packed_q ? element(p.cu_seqlens_q, b) : 0;
+        s.q_rows = p.packed_q ? element(p.cu_seqlens_q, b + 1) - s.q_row0 : p.q_rows;
+        s.kv_first_row = p.packed_kv ? element(p.cu_seqlens_kv, b) : 0;
+        s.kv_rows = p.packed_kv ? element(p.cu_seqlens_kv, b + 1) - s.kv_first_row : p.kv_rows;
+        const auto bounded = [&](const Array& array, const char* argument, int64_t fallback, int64_t limit) {
+            if (!array) return fallback;
+            const int64_t n = element(array, b);
+            if (n < 0 || n > limit) {
+                refuse(argument, "entry " + std::to_string(b) + " = " + std::to_string(n),
+                       "0 to the rows of that sequence, " + std::to_string(limit));
+            }
+            return n;
+        };
+        s.q_len = bounded(p.seqused_q, "seqused_q", s.q_rows, s.q_rows);
+        const int64_t used = bounded(p.seqused_kv, "seqused_kv", s.kv_rows, s.kv_rows);
+        const int64_t pad = bounded(p.leftpad_kv, "leftpad_kv", 0, s.kv_rows);
+        s.kv_row0 = s.kv_first_row + pad;
+        s.kv_len = std::max<int64_t>(used - pad, 0);
+        switch (p.q_offset_mode) {
+            case TILEWISE_BOTTOM_RIGHT: s.q_offset = s.kv_len - s.q_len; break;
+            case TILEWISE_OFFSET_VALUE: s.q_offset = p.q_offset_value; break;
+            case TILEWISE_OFFSET_ARRAY: s.q_offset = element(p.q_offsets, b); break;
+            default: s.q_offset = 0;
+        }
+        p.max_seqlen_q = std::max(p.max_seqlen_q, s.q_len);
+        p.max_seqlen_kv = std::max(p.max_seqlen_kv, s.kv_len);
+    }
+}
+
 Problem make_problem(const tilewise_problem& raw, bool with_data) {
     if (raw.abi_version != TILEWISE_ABI_VERSION) {
         throw Error(Status::version_mismatch, "problem.abi_version: got " + std::to_string(raw.abi_version) +
@@ -304,6 +341,14 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
                                                   "start from tilewise_problem_init.");
     }
     Problem p;
+    if (raw.device_type != TILEWISE_CPU && raw.device_type != TILEWISE_CUDA) {
+        refuse("device_type", std::to_string(raw.device_type), "TILEWISE_CPU (0) or TILEWISE_CUDA (1)");
+    }
+    if (raw.device_index < 0 || (raw.device_type == TILEWISE_CPU && raw.device_index != 0)) {
+        refuse("device_index", std::to_string(raw.device_index),
+               raw.device_type == TILEWISE_CPU ? "0 on the CPU" : "the number of a CUDA device, >= 0");
+    }
+    p.device = {raw.device_type, raw.device_index};
     p.layout = raw.layout;
     if (raw.layout != TILEWISE_BSHD && raw.layout != TILEWISE_BHSD) {
         refuse("layout", std::to_string(raw.layout), "TILEWISE_BSHD (0) or TILEWISE_BHSD (1)");
@@ -373,10 +418,11 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     p.v = view4(v, p.packed_kv, p.layout);
 
     // Sequences
-    const Array seqused_q = per_sequence(raw.seqused_q, "seqused_q", p.batch);
-    const Array seqused_kv = per_sequence(raw.seqused_kv, "seqused_kv", p.batch);
-    const Array leftpad = per_sequence(raw.leftpad_kv, "leftpad_kv", p.batch);
-    Array q_offset;
+    p.cu_seqlens_q = cu_q, p.cu_seqlens_kv = cu_kv;
+    p.seqused_q = per_sequence(raw.seqused_q, "seqused_q", p.batch);
+    p.seqused_kv = per_sequence(raw.seqused_kv, "seqused_kv", p.batch);
+    p.leftpad_kv = per_sequence(raw.leftpad_kv, "leftpad_kv", p.batch);
+    p.q_offset_mode = raw.q_offset_mode;
     switch (raw.q_offset_mode) {
         case TILEWISE_BOTTOM_RIGHT:
         case TILEWISE_TOP_LEFT: break;
@@ -384,60 +430,32 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
             if (std::abs(static_cast<double>(raw.q_offset_value)) > 0x1p52) {
                 refuse("q_offset", std::to_string(raw.q_offset_value), "a position within +-2^52");
             }
+            p.q_offset_value = raw.q_offset_value;
             break;
         case TILEWISE_OFFSET_ARRAY:
-            q_offset = per_sequence(raw.q_offset, "q_offset", p.batch);
-            if (!q_offset) refuse("q_offset", "nothing", "an integer array [batch], since q_offset_mode says so");
+            p.q_offsets = per_sequence(raw.q_offset, "q_offset", p.batch);
+            if (!p.q_offsets) refuse("q_offset", "nothing", "an integer array [batch], since q_offset_mode says so");
             break;
         default: refuse("q_offset_mode", std::to_string(raw.q_offset_mode), "a tilewise_offset_mode (0 to 3)");
     }
+    bool any_array = false;
     for (const auto& [array, argument] : {std::pair{&cu_q, "cu_seqlens_q"},
                                           {&cu_kv, "cu_seqlens_kv"},
-                                          {&seqused_q, "seqused_q"},
-                                          {&seqused_kv, "seqused_kv"},
-                                          {&leftpad, "leftpad_kv"},
-                                          {&q_offset, "q_offset"}}) {
+                                          {&p.seqused_q, "seqused_q"},
+                                          {&p.seqused_kv, "seqused_kv"},
+                                          {&p.leftpad_kv, "leftpad_kv"},
+                                          {&p.q_offsets, "q_offset"}}) {
         if (with_data) require_data(*array, argument);
+        any_array |= static_cast<bool>(*array);
     }
     if (raw.max_seqlen_q < 0) refuse("max_seqlen_q", std::to_string(raw.max_seqlen_q), ">= 0 (0 = not given)");
     if (raw.max_seqlen_kv < 0) refuse("max_seqlen_kv", std::to_string(raw.max_seqlen_kv), ">= 0 (0 = not given)");
-    const bool lengths_known =
-        with_data || !(p.packed_q || p.packed_kv || seqused_q || seqused_kv || leftpad || q_offset);
-    p.sequences.resize(static_cast<size_t>(p.batch));
-    if (lengths_known) {
-        if (p.packed_q) require_lengths(cu_q, "cu_seqlens_q", p.q_rows);
-        if (p.packed_kv) require_lengths(cu_kv, "cu_seqlens_kv", p.kv_rows);
-        for (int64_t b = 0; b < p.batch; ++b) {
-            Sequence& s = p.sequences[static_cast<size_t>(b)];
-            s.q_row0 = p.packed_q ? element(cu_q, b) : 0;
-            s.q_rows = p.packed_q ? element(cu_q, b + 1) - s.q_row0 : p.q_rows;
-            s.kv_first_row = p.packed_kv ? element(cu_kv, b) : 0;
-            s.kv_rows = p.packed_kv ? element(cu_kv, b + 1) - s.kv_first_row : p.kv_rows;
-            const auto bounded = [&](const Array& array, const char* argument, int64_t fallback, int64_t limit) {
-                if (!array) return fallback;
-                const int64_t n = element(array, b);
-                if (n < 0 || n > limit) {
-                    refuse(argument, "entry " + std::to_string(b) + " = " + std::to_string(n),
-                           "0 to the rows of that sequence, " + std::to_string(limit));
-                }
-                return n;
-            };
-            s.q_len = bounded(seqused_q, "seqused_q", s.q_rows, s.q_rows);
-            const int64_t used = bounded(seqused_kv, "seqused_kv", s.kv_rows, s.kv_rows);
-            const int64_t pad = bounded(leftpad, "leftpad_kv", 0, s.kv_rows);
-            s.kv_row0 = s.kv_first_row + pad;
-            s.kv_len = std::max<int64_t>(used - pad, 0);
-            switch (raw.q_offset_mode) {
-                case TILEWISE_BOTTOM_RIGHT: s.q_offset = s.kv_len - s.q_len; break;
-                case TILEWISE_OFFSET_VALUE: s.q_offset = raw.q_offset_value; break;
-                case TILEWISE_OFFSET_ARRAY: s.q_offset = element(q_offset, b); break;
-                default: s.q_offset = 0;
-            }
-            p.max_seqlen_q = std::max(p.max_seqlen_q, s.q_len);
-            p.max_seqlen_kv = std::max(p.max_seqlen_kv, s.kv_len);
-        }
+    p.lengths_known = !any_array || (with_data && !p.device.is_cuda());
+    if (p.lengths_known) {
+        read_lengths(p);
     } else {
-        // Planning from shapes alone: one sequence could hold everything, unless the caller's hint says less.
+        // From shapes alone: one sequence could hold everything, unless the caller's hint says less.
+        p.sequences.resize(static_cast<size_t>(p.batch));
         p.max_seqlen_q = raw.max_seqlen_q ? std::min(raw.max_seqlen_q, p.q_rows) : p.q_rows;
         p.max_seqlen_kv = raw.max_seqlen_kv ? std::min(raw.max_seqlen_kv, p.kv_rows) : p.kv_rows;
     }
@@ -470,6 +488,18 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     }
     p.seed = raw.seed;
     p.offset = raw.offset;
+    p.seed_offset = make_array(raw.seed_offset, "seed_offset");
+    if (p.seed_offset) {
+        if (p.seed_offset.dtype != DType::i64 || p.seed_offset.rank != 1 || p.seed_offset.shape[0] != 2) {
+            refuse("seed_offset", describe(p.seed_offset), "int64 [2]: (seed, offset)");
+        }
+        if (with_data) require_data(p.seed_offset, "seed_offset");
+        if (with_data && !p.device.is_cuda()) {
+            p.seed = element(p.seed_offset, 0), p.offset = element(p.seed_offset, 1);
+            p.seed_offset = {};
+        }
+    }
+    p.validate = raw.validate != 0 || env("TILEWISE_VALIDATE") == "1";
     p.deterministic = raw.deterministic != 0;
     p.batch_invariant = raw.batch_invariant != 0;
     p.backend = raw.backend ? raw.backend : "";
@@ -478,7 +508,7 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     if (bias) {
         require_float(bias, "bias", "Give a bool array as mask, not as bias.");
         if (with_data) require_data(bias, "bias");
-        p.bias = broadcast_grid(bias, "bias", p, with_data);
+        p.bias = broadcast_grid(bias, "bias", p, p.lengths_known);
     }
     p.alibi_slopes = make_array(raw.alibi_slopes, "alibi_slopes");
     if (Array& slopes = p.alibi_slopes) {
@@ -554,7 +584,7 @@ BackwardArgs make_backward_args(const Problem& p, const tilewise_problem& raw, c
     if (dbias) {
         if (!p.bias) refuse("dbias", "a tensor", "nothing, since there is no bias");
         require_shape(dbias, "dbias", make_array(raw.bias, "bias"), "bias");
-        out.dbias = broadcast_grid(dbias, "dbias", p, true);
+        out.dbias = broadcast_grid(dbias, "dbias", p, p.lengths_known);
     }
     out.dalibi_slopes = make_array(args.dalibi_slopes, "dalibi_slopes");
     if (out.dalibi_slopes) {
@@ -601,10 +631,13 @@ BackwardArgs make_backward_args(const Problem& p, const tilewise_problem& raw, c
     return out;
 }
 
+std::string describe(Device device) { return device.is_cuda() ? "cuda:" + std::to_string(device.index) : "cpu"; }
+
 std::string describe(const Problem& p) {
-    std::string text = "b" + std::to_string(p.batch) + " hq" + std::to_string(p.num_heads_q) + "/hkv" +
-                       std::to_string(p.num_heads_kv) + " sq" + std::to_string(p.max_seqlen_q) + " skv" +
-                       std::to_string(p.max_seqlen_kv) + " d" + std::to_string(p.head_dim_qk);
+    std::string text = p.device.is_cuda() ? describe(p.device) + " b" : "b";
+    text += std::to_string(p.batch) + " hq" + std::to_string(p.num_heads_q) + "/hkv" + std::to_string(p.num_heads_kv) +
+            " sq" + std::to_string(p.max_seqlen_q) + " skv" + std::to_string(p.max_seqlen_kv) + " d" +
+            std::to_string(p.head_dim_qk);
     if (p.head_dim_v != p.head_dim_qk) text += "/" + std::to_string(p.head_dim_v);
     text += std::string(" ") + name(p.dtype);
     if (p.packed_q || p.packed_kv) text += " ragged";

@@ -63,7 +63,15 @@ struct Sequence {
     int64_t q_offset = 0;      // position of query i is i + q_offset
 };
 
+struct Device {
+    int32_t type = TILEWISE_CPU;
+    int32_t index = 0;
+    [[nodiscard]] bool is_cuda() const { return type == TILEWISE_CUDA; }
+};
+std::string describe(Device device);  // "cpu", "cuda:0"
+
 struct Problem {
+    Device device;
     DType dtype = DType::f32;  // of q, k, v, o
     int64_t batch = 0, num_heads_q = 0, num_heads_kv = 0, head_dim_qk = 0, head_dim_v = 0;
     int64_t q_rows = 0, kv_rows = 0;              // extent of the row axis: seqlen_q or total_q; seqlen_kv or total_kv
@@ -87,9 +95,17 @@ struct Problem {
     double dropout_p = 0.0;
     uint32_t dropout_threshold = 0;  // T of the formula: keep iff lane >= T; 0 = no dropout
     int64_t seed = 0, offset = 0;
+    Array seed_offset;  // int64 [2] that replaces the two numbers; absent: they hold
     bool deterministic = false, batch_invariant = false;
+    bool validate = false;  // values in device memory are to be checked before a run
     std::string backend;
 
+    // Lengths as they were given; the CPU reads them into `sequences`, kernels of a GPU read them where they are.
+    Array cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, leftpad_kv, q_offsets;
+    int32_t q_offset_mode = TILEWISE_BOTTOM_RIGHT;
+    int64_t q_offset_value = 0;
+
+    bool lengths_known = false;       // `sequences` holds the truth; else zeros, and max_seqlen_* are upper bounds
     std::vector<Sequence> sequences;  // [batch]
 
     [[nodiscard]] int64_t group() const { return num_heads_kv ? num_heads_q / num_heads_kv : 1; }
@@ -119,8 +135,10 @@ struct BackwardArgs {
 
 enum class Pass : int32_t { forward = 0, backward = 1 };
 
-// Both throw Error. `with_data` = false: pointers may be null and lengths held in arrays are not read.
+// All throw Error. `with_data` = false: pointers may be null and lengths held in arrays are not read. (Nor are those in
+// device memory.)
 Problem make_problem(const tilewise_problem& problem, bool with_data = true);
+void read_lengths(Problem& problem);  // fills `sequences` and max_seqlen_* from the arrays, which are in host memory
 ForwardArgs make_forward_args(const Problem& problem, const tilewise_problem& raw, const tilewise_forward_args& args);
 BackwardArgs make_backward_args(const Problem& problem, const tilewise_problem& raw,
                                 const tilewise_backward_args& args);

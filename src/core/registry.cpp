@@ -14,7 +14,13 @@ Choice choose(const Problem& problem, Pass pass) {
         names += std::string(names.empty() ? "" : ", ") + implementation->name;
         if (!problem.backend.empty() && problem.backend != implementation->name) continue;
         known = true;
-        std::string reason = implementation->supports(problem, pass);
+        std::string reason;
+        if (implementation->device_type != problem.device.type) {
+            reason = std::string("works on ") + (implementation->device_type == TILEWISE_CPU ? "CPU" : "CUDA") +
+                     " tensors; these are on " + describe(problem.device);
+        } else {
+            reason = implementation->supports(problem, pass);
+        }
         if (reason.empty()) {
             choice.implementation = implementation;
             break;

@@ -11,9 +11,11 @@
 
 namespace tilewise::core {
 
+// What a run is given beside its arguments.
 struct Workspace {
-    void* data = nullptr;  // 64-byte aligned, contents undefined
+    void* data = nullptr;  // in the memory of the problem's device, 64-byte aligned; undefined contents
     size_t bytes = 0;
+    void* stream = nullptr;  // CUstream that the work is queued on; nothing on the CPU
 };
 
 struct Implementation {
@@ -24,6 +26,7 @@ struct Implementation {
     std::string (*explain)(const Problem& problem, Pass pass);  // tile sizes, ISA, split: one line per fact
     void (*forward)(const Problem& problem, const ForwardArgs& args, Workspace workspace);
     void (*backward)(const Problem& problem, const BackwardArgs& args, Workspace workspace);
+    int32_t device_type = TILEWISE_CPU;  // of the tensors; others are declined before supports() is asked
 };
 
 // These few are implemented in src/implementations.cpp, the only file that sees the backends.
@@ -32,6 +35,12 @@ void set_parallel_for(tilewise_parallel_for function, void* user, int32_t num_th
 void set_num_threads(int32_t count);
 int32_t num_threads();
 std::string backend_facts();  // "key: value" lines
+// Memory of a device for the time of one run.
+struct DeviceMemory {
+    void* data = nullptr;
+    void (*release)(Device device, void* data, void* stream) = nullptr;
+};
+DeviceMemory allocate(Device device, size_t bytes, void* stream);
 // Probabilities of chosen rows and heads into out [batch, heads, rows, seqlen_kv]; lse may be absent.
 void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,
                 const Array& out);
