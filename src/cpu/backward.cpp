@@ -18,6 +18,7 @@
 //   delta      num_heads_q * rows * t
 //   dq sums    groups * num_heads_q * rows * padded(head_dim_qk) * t, and a byte per kTileM rows
 //   refined    as delta                                                                 with sinks
+//   whole      a byte per kTileM rows and head
 //   slopes     groups * batch * num_heads_q * 8                                         with alibi_slopes
 //   arrays     chunks * elements of captured float arrays * 8, chunks <= kMaxChunks      with score_mod
 //   scratch    threads * BackwardScratch
@@ -44,6 +45,13 @@ std::span<const Tile> query_tiles(const Call& call, int64_t b, int64_t h, Range 
     tiles[list].clear();
     call.mask->q_tiles(b, h, keys, kTileM, tiles[list]);
     return tiles[list];
+}
+
+int64_t num_key_tiles(const Call& call, const RowBlock& block) {
+    thread_local std::vector<Tile> tiles;
+    tiles.clear();
+    call.mask->kv_tiles(block.b, block.h0, {block.i0, block.i0 + block.queries}, kTileN, tiles);
+    return static_cast<int64_t>(tiles.size());
 }
 
 namespace {
@@ -84,7 +92,7 @@ template <class T>
 struct Layout {
     int64_t groups, rows, blocks, chunks;
     int bundle;
-    int64_t delta, dq, touched, refined, slopes, arrays, scratch;  // bytes
+    int64_t delta, dq, touched, refined, whole, slopes, arrays, scratch;  // bytes
 
     Layout(const Problem& p, const Programs& programs, int64_t threads) {
         constexpr int64_t t = sizeof(T);
@@ -102,6 +110,7 @@ struct Layout {
         dq = groups * sums;
         touched = round_up(groups * p.num_heads_q * blocks, 64);
         refined = p.sinks ? delta : 0;
+        whole = round_up(p.num_heads_q * blocks, 64);
         slopes = p.alibi_slopes ? round_up(groups * p.batch * p.num_heads_q * 8, 64) : 0;
         const int64_t elements = round_up(array_elements(p) * 8, 64);
         chunks = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(elements, 1), 1, kMaxChunks);
@@ -109,7 +118,7 @@ struct Layout {
         scratch =
             threads * BackwardScratch<T>::carve(p, programs.mod(), programs.derivative(), bundle, nullptr, nullptr);
     }
-    [[nodiscard]] int64_t total() const { return delta + dq + touched + refined + slopes + arrays + scratch; }
+    [[nodiscard]] int64_t total() const { return delta + dq + touched + refined + whole + slopes + arrays + scratch; }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -295,6 +304,7 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     w.dq = take(layout.dq);
     w.touched = reinterpret_cast<uint8_t*>(take(layout.touched));
     w.refined = take(layout.refined);
+    w.whole = reinterpret_cast<uint8_t*>(take(layout.whole));
     double* const slopes = reinterpret_cast<double*>(take(layout.slopes));
     double* const arrays = reinterpret_cast<double*>(take(layout.arrays));
     std::byte* const scratch = next;

@@ -39,6 +39,7 @@ struct BackwardCall : Call {
     void* dq = nullptr;          // [group][head][row][padded head_dim_qk] of T
     uint8_t* touched = nullptr;  // [group][head][block of kTileM rows]: dq of this group holds something
     void* refined = nullptr;     // like delta, for sink gradients: a tile that holds a whole row knows better than o
+    uint8_t* whole = nullptr;    // [head][block of kTileM rows]: all keys that the block sees lie in one tile
     double* slopes = nullptr;    // [group][batch][head]: sums for dalibi_slopes; null: not wanted
 
     [[nodiscard]] int64_t row(int64_t b, int64_t i) const {
@@ -58,6 +59,7 @@ struct BackwardCall : Call {
     [[nodiscard]] uint8_t* touched_of(int64_t group, int64_t b, int64_t h, int64_t i) const {
         return touched + (group * problem->num_heads_q + h) * blocks + block(b, i);
     }
+    [[nodiscard]] uint8_t* whole_of(int64_t b, int64_t h, int64_t i) const { return whole + h * blocks + block(b, i); }
     template <class T>
     [[nodiscard]] T* refined_of(int64_t b, int64_t h, int64_t i) const {
         return static_cast<T*>(refined) + h * rows + row(b, i);
@@ -67,6 +69,9 @@ struct BackwardCall : Call {
 // Blocks of kTileM query rows that see some of the keys, ascending. Valid until the thread's next call with the same
 // `list`, which is below kMaxBundle.
 std::span<const core::Tile> query_tiles(const Call& call, int64_t b, int64_t h, core::Range keys, int list);
+
+// How many tiles of kTileN keys a block of rows of one head sees something of.
+int64_t num_key_tiles(const Call& call, const RowBlock& block);
 
 // Key blocks group, group + groups, group + 2 groups ... of one sequence and KV head.
 struct KeyItem {

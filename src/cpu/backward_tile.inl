@@ -26,6 +26,7 @@ void delta_block(const BackwardCall& w, const RowBlock& block, std::byte* memory
     }
     const T* const lse = static_cast<const T*>(args.lse.data);
     T* const delta = w.delta_of<T>(block.b, block.h0, block.i0);
+    *w.whole_of(block.b, block.h0, block.i0) = num_key_tiles(w, block) <= 1;
     for (int r = 0; r < block.queries; ++r) {
         const T row_lse = lse[args.lse.offset(block.b, block.h0, row0 + r)];
         T dlse = 0;
@@ -86,50 +87,66 @@ struct RowSums {
     T delta;     // D - dlse, D from o and do
     T p_sink;    // exp(sink - lse); 0 without a sink
     T* refined;  // where a delta goes that is better than the one above; null: nowhere
+    bool whole;  // sees no key of another tile
 };
 
-// s = scores, ds = dP: s becomes P and ds becomes P (dP - delta); hidden keys (-inf) get 0 in both.
-//
-// If the row's whole probability lies in this tile, up to the rounding of lse, then D = sum of P dP is known here, with
-// P normalised, and neither the rounding of o nor that of lse is in it. Such a row may be nearly one-hot: dP - D
-// cancels then, and those roundings would be all that is left. (With lse and o merged from other sets of keys, as in
-// ring attention, the test fails and D comes from o.)
+// P of one vector of scores. The scale is folded in with one rounding: x * scale and lse are large and nearly equal.
 template <class T>
-inline void soften_row(T* s, T* ds, int begin, int end, T scale, const RowSums<T>& row) {
+[[gnu::always_inline]] inline Vec<T> probability(Vec<T> x, T scale, T lse) {
+    return exp2<T>(fma(x, splat(scale), splat(-lse)) * splat(static_cast<T>(kLog2E)));
+}
+
+// s = scores, ds = dP: s becomes P and ds becomes P (dP - delta); hidden keys (-inf) get 0 in both.
+template <class T>
+inline void soften_row(T* s, T* ds, int begin, int end, T scale, T lse, T delta) {
+    for (int k = begin; k < end; k += kLanes<T>) {
+        const Vec<T> x = load(s + k), p = probability(x, scale, lse), d = p * (load(ds + k) - splat(delta));
+        const auto hidden = x == splat(-kInf<T>);
+        store<T>(s + k, hidden ? splat(T{0}) : p);
+        store<T>(ds + k, hidden ? splat(T{0}) : d);
+    }
+}
+
+// The same for a row that sees no key of another tile: D = sum of P dP is known here, with P normalised, and neither
+// the rounding of o nor that of lse is in it. Such a row may be nearly one-hot: dP - D cancels then, and those
+// roundings would be all that is left. But lse and o may be those of more keys than these, merged, as in ring
+// attention; the probabilities do not add up to 1 then, and D comes from o.
+template <class T>
+void soften_whole_row(T* s, T* ds, int begin, int end, T scale, const RowSums<T>& row) {
     constexpr T kEpsilon = sizeof(T) == 4 ? T{0x1p-23} : T{0x1p-52};
-    const Vec<T> log2e = splat(static_cast<T>(kLog2E));
     Vec<T> sums = splat(T{0});
     for (int k = begin; k < end; k += kLanes<T>) {
         const Vec<T> x = load(s + k);
-        const auto hidden = x == splat(-kInf<T>);
-        // The scale is folded in with one rounding: x * scale and lse are large and nearly equal.
-        const Vec<T> p = exp2<T>(fma(x, splat(scale), splat(-row.lse)) * log2e);
-        sums += hidden ? splat(T{0}) : p;
-        store<T>(s + k, hidden ? splat(T{-1}) : p);  // no probability is negative
+        sums += x == splat(-kInf<T>) ? splat(T{0}) : probability(x, scale, row.lse);
     }
     const T sum = sum_of<T>(sums), missing = T{1} - row.p_sink - sum;
     const T tolerance = 16 * kEpsilon * (row.lse > 1 ? row.lse : row.lse < -1 ? -row.lse : T{1});
-    T delta = row.delta;
     // Where the sink has most of the row, 1 - p_sink is all rounding, or sum is 0. And a delta that is not finite
     // stays: a dropped key adds 0 * v to o, but nothing to the sum below.
-    if (sum >= T{0.5} && missing >= -tolerance && missing <= tolerance && delta - delta == 0) {
-        sums = splat(T{0});
-        for (int k = begin; k < end; k += kLanes<T>) {
-            const Vec<T> p = load(s + k);
-            const auto hidden = p < splat(T{0});
-            const Vec<T> exact = p / splat(sum) * splat(T{1} - row.p_sink);
-            sums += hidden ? splat(T{0}) : exact * load(ds + k);
-            store<T>(s + k, hidden ? p : exact);
-        }
-        delta = sum_of<T>(sums) - row.dlse;
-        if (row.refined) *row.refined = delta;
+    if (!(sum >= T{0.5} && missing >= -tolerance && missing <= tolerance && row.delta - row.delta == 0)) {
+        return soften_row(s, ds, begin, end, scale, row.lse, row.delta);
     }
+    sums = splat(T{0});
+    for (int k = begin; k < end; k += kLanes<T>) {
+        const Vec<T> x = load(s + k), p = probability(x, scale, row.lse) / splat(sum) * splat(T{1} - row.p_sink);
+        const auto hidden = x == splat(-kInf<T>);
+        sums += hidden ? splat(T{0}) : p * load(ds + k);
+        store<T>(s + k, hidden ? splat(T{-1}) : p);  // no probability is negative
+    }
+    const T delta = sum_of<T>(sums) - row.dlse;
+    if (row.refined) *row.refined = delta;
     for (int k = begin; k < end; k += kLanes<T>) {
         const Vec<T> p = load(s + k), d = p * (load(ds + k) - splat(delta));
         const auto hidden = p < splat(T{0});
         store<T>(s + k, hidden ? splat(T{0}) : p);
         store<T>(ds + k, hidden ? splat(T{0}) : d);
     }
+}
+
+template <class T>
+inline void soften(T* s, T* ds, const Extent& e, T scale, const RowSums<T>& row) {
+    if (row.whole) soften_whole_row(s, ds, e.begin, e.end, scale, row);
+    else soften_row(s, ds, e.begin, e.end, scale, row.lse, row.delta);
 }
 
 template <class T>
@@ -203,7 +220,7 @@ void gradient_row(const BackwardCall& w, const GradientTile<T>& t, int r, const 
                           {t.j.begin + lo, t.j.begin + hi}, p.dropout_threshold, f.keep + lo);
         for (int k = lo; k < hi; ++k) dx[k] = f.keep[k] ? dx[k] * keep_inverse : T{0};
     }
-    soften_row(x, dx, e.begin, e.end, static_cast<T>(score_unit(w)), row);
+    soften(x, dx, e, static_cast<T>(score_unit(w)), row);
     if (dropout) {
         for (int k = lo; k < hi; ++k) x[k] = f.keep[k] ? x[k] * keep_inverse : T{0};
     }
@@ -239,6 +256,7 @@ void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const Backwa
     const bool plain = w.plain() && p.dropout_threshold == 0;
     const int64_t row0 = w.sequence(t.block.b).q_row0 + t.block.i0;
     const core::Rows3 &lse = w.args->lse, &dlse = w.args->dlse;
+    const bool whole_block = *w.whole_of(t.block.b, t.block.h0, t.block.i0), band = w.mask->is_band();
     const double sink = p.sinks ? p.sink(t.block.h0) : -core::kInfinity;
     for (int r = 0; r < rows; ++r) {
         T* const x = t.s + r * kTileN;
@@ -247,6 +265,11 @@ void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const Backwa
         row.lse = static_cast<const T*>(lse.data)[lse.offset(t.block.b, t.block.h0, row0 + r)];
         if (dlse) row.dlse = static_cast<const T*>(dlse.data)[dlse.offset(t.block.b, t.block.h0, row0 + r)];
         row.delta = *w.delta_of<T>(t.block.b, t.block.h0, t.block.i0 + r);
+        row.whole = whole_block;
+        if (band && !whole_block) {
+            const Range seen = w.mask->row_range(t.block.b, t.block.i0 + r);
+            row.whole = seen.begin >= t.j.begin && seen.end <= t.j.end;
+        }
         if (sink != -core::kInfinity) {
             row.p_sink = static_cast<T>(__builtin_exp(sink - static_cast<double>(row.lse)));
             row.refined = w.refined_of<T>(t.block.b, t.block.h0, t.block.i0 + r);
@@ -264,7 +287,7 @@ void gradient_tile(const BackwardCall& w, const GradientTile<T>& t, const Backwa
         if (t.note_seen) {
             for (int k = e.begin; k < e.end; ++k) t.seen[r * kTileN + k] = x[k] != -kInf<T>;
         }
-        soften_row(x, dx, e.begin, e.end, static_cast<T>(score_unit(w)), row);
+        soften(x, dx, e, static_cast<T>(score_unit(w)), row);
     }
 }
 

@@ -148,19 +148,19 @@ void pack_rows(const Source& source, int64_t rows, int64_t dim, int64_t depth, T
     with_reader<T>(source.dtype, [&](auto reader) {
         using Reader = decltype(reader);
         const auto pack = [&](int64_t r, bool clear) {
-            Vec<T> probe = splat(T{0});  // becomes NaN at the first element that is not finite
-            const auto vector = [&](int64_t d, T* to) {
+            Vec<T> probe = splat(T{0}), other = probe;  // become NaN at the first element that is not finite
+            const auto vector = [&](int64_t d, T* to, Vec<T>& probed) {
                 const Vec<T> x = read<T, Reader>(source, r, d, dim);
-                probe = fma(x, splat(T{0}), probe);
+                probed = fma(x, splat(T{0}), probed);
                 store<T>(to, clear ? splat(T{0}) : x);
             };
             int64_t d = 0;
             for (; d + n < dim; d += 2 * n) {
                 T* const to = out + d * depth + r * 2 * n;
-                vector(d, to), vector(d + n, to + n);
+                vector(d, to, probe), vector(d + n, to + n, other);
             }
-            if (d < dim) vector(d, out + d * depth + r * n);
-            return probe;
+            if (d < dim) vector(d, out + d * depth + r * n, probe);
+            return probe + other;
         };
         Vec<T> probe = splat(T{0});
         for (int64_t r = 0; r < rows; ++r) probe += pack(r, false);
