@@ -180,7 +180,8 @@ def rate_text(entry: dict[str, Any]) -> str:
 def ratio_text(row: dict[str, Any], name: str) -> str:
     if name in row["ratios"]:
         ratio = row["ratios"][name]
-        return f"{human_ratio(ratio['median'])} {ratio['min']:.2f}–{ratio['max']:.2f}"
+        low, high = (human_ratio(ratio[end]).rstrip("×") for end in ("min", "max"))
+        return f"{human_ratio(ratio['median'])} {low}–{high}"
     return "declined" if name in row["implementations"] else "–"
 
 
