@@ -186,6 +186,9 @@ TILEWISE_API void tilewise_plan_destroy(tilewise_plan* plan);
 TILEWISE_API size_t tilewise_plan_explain(const tilewise_plan* plan, char* buffer, size_t capacity);
 /* Bytes of workspace that a run needs; alignment 64. */
 TILEWISE_API tilewise_status tilewise_plan_workspace_size(const tilewise_plan* plan, size_t* bytes);
+/* The same for a run of this problem, which may have other lengths and strides than the planned one. */
+TILEWISE_API tilewise_status tilewise_plan_workspace_size_for(const tilewise_plan* plan,
+                                                              const tilewise_problem* problem, size_t* bytes);
 
 /* The problem given here carries the data. It must agree with the planned one in dtypes, head counts, head dims,
  * layout and options; lengths, batch and strides may differ as long as the workspace suffices. Thread-safe as long as

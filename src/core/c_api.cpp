@@ -117,6 +117,14 @@ tilewise_status tilewise_plan_workspace_size(const tilewise_plan* plan, size_t* 
     });
 }
 
+tilewise_status tilewise_plan_workspace_size_for(const tilewise_plan* plan, const tilewise_problem* problem,
+                                                 size_t* bytes) {
+    return guarded([&] {
+        if (bytes == nullptr) refuse("bytes", "a null pointer", "a pointer to receive the size");
+        *bytes = given(plan, "plan").plan.workspace_bytes_for(given(problem, "problem"));
+    });
+}
+
 tilewise_status tilewise_plan_forward(const tilewise_plan* plan, const tilewise_problem* problem,
                                       const tilewise_forward_args* args, void* workspace, size_t workspace_bytes,
                                       void* stream) {

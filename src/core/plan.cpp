@@ -80,18 +80,27 @@ std::string Plan::explain() const {
     return text + choice_.implementation->explain(problem_, pass_);
 }
 
-Problem Plan::problem_to_run(const tilewise_problem& raw, Pass pass, Workspace workspace) const {
+Problem Plan::checked_problem(const tilewise_problem& raw) const {
     check_size(raw, "problem");
+    Problem problem = make_problem(raw);
+    if (identity(problem) != identity(problem_)) {
+        refuse("problem", identity(problem), "what the plan was made for: " + identity(problem_), "Make another plan.");
+    }
+    return problem;
+}
+
+size_t Plan::workspace_bytes_for(const tilewise_problem& raw) const {
+    return choice_.implementation->workspace_bytes(checked_problem(raw), pass_);
+}
+
+Problem Plan::problem_to_run(const tilewise_problem& raw, Pass pass, Workspace workspace) const {
     if (pass != pass_) {
         refuse("plan", pass_ == Pass::forward ? "a forward plan" : "a backward plan",
                pass == Pass::forward ? "a forward plan" : "a backward plan");
     }
-    Problem problem = make_problem(raw);
+    Problem problem = checked_problem(raw);
     if (!problem.device.is_cuda() && workspace.stream != nullptr) {
         refuse("stream", "a stream", "NULL: this plan runs on the CPU");
-    }
-    if (identity(problem) != identity(problem_)) {
-        refuse("problem", identity(problem), "what the plan was made for: " + identity(problem_), "Make another plan.");
     }
     const size_t need = choice_.implementation->workspace_bytes(problem, pass);
     if (need > 0 && reinterpret_cast<uintptr_t>(workspace.data) % kAlignment != 0) {

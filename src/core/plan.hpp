@@ -15,12 +15,14 @@ public:
     [[nodiscard]] Pass pass() const { return pass_; }
     [[nodiscard]] const Problem& problem() const { return problem_; }
     [[nodiscard]] size_t workspace_bytes() const { return workspace_bytes_; }
+    [[nodiscard]] size_t workspace_bytes_for(const tilewise_problem& problem) const;
     [[nodiscard]] std::string explain() const;
 
     void forward(const tilewise_problem& problem, const tilewise_forward_args& args, Workspace workspace) const;
     void backward(const tilewise_problem& problem, const tilewise_backward_args& args, Workspace workspace) const;
 
 private:
+    [[nodiscard]] Problem checked_problem(const tilewise_problem& problem) const;
     [[nodiscard]] Problem problem_to_run(const tilewise_problem& problem, Pass pass, Workspace workspace) const;
 
     Problem problem_;
