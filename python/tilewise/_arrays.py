@@ -17,6 +17,8 @@ from ._errors import InvalidArgumentError, UnsupportedError, message, refuse, re
 
 # numpy.ndarray or torch.Tensor. Not spelled out as a union, since torch may be absent.
 Array: TypeAlias = Any
+# torch.device of a CUDA device; None = host memory.
+Device: TypeAlias = Any
 View: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 # Numbers of tilewise_dtype in tilewise.h.
@@ -37,6 +39,12 @@ _NUMPY_DTYPES: Final[dict[Any, int]] = {
 _DTYPE_NAMES: Final = "float64, float32, float16, bfloat16, int64, int32, int16, int8, uint8, uint32, bool"
 _torch_dtypes: dict[Any, int] = {}
 
+
+class _Anywhere:
+    """In place of a device: which one is not decided yet."""
+
+
+ANYWHERE: Final = _Anywhere()
 
 _tensor_type: type | tuple[()] = ()  # torch.Tensor once torch is there
 
@@ -72,27 +80,46 @@ def torch_dtypes() -> dict[Any, int]:
     return _torch_dtypes
 
 
-def as_array(value: Any, name: str, *, sequence: bool = False, meta: bool = False) -> Array:
-    """`value` as an ndarray or tensor that `view` can take; refuses everything that is not an array on the CPU.
+def compiling() -> bool:
+    """Whether this code is being traced (torch.compile, torch.export): no value of a tensor can be read then."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def stays(value: Any) -> bool:
+    """Whether this is a tensor whose values cannot be read now: on a GPU, where that would wait, or traced."""
+    return is_torch(value) and (value.device.type != "cpu" or compiling())
+
+
+def as_array(
+    value: Any, name: str, *, sequence: bool = False, meta: bool = False, device: Device | _Anywhere = None
+) -> Array:
+    """`value` as an ndarray or tensor that `view` can take; refuses everything that is not an array on `device`.
 
     The result is `value` itself wherever possible. Copied are: lists and tuples (only if `sequence`), arrays whose
     strides are not whole elements, unaligned arrays, and lazily negated tensors.
     With `meta`, tensors without data (meta device, FakeTensor) are taken too.
     """
     if type(value) is np.ndarray:
+        if device is not None:
+            check_place(value, name, device)
         return value if value.dtype in _NUMPY_DTYPES and value.flags.aligned else _numpy_array(value, name)
     if is_torch(value):
-        return _torch_tensor(value, name, meta)
+        return _torch_tensor(value, name, meta, device)
     if isinstance(value, np.ndarray):
+        check_place(value, name, device)
         if isinstance(value, np.ma.MaskedArray):
             refuse_type(name, "a numpy.ma.MaskedArray", "numpy.ndarray", "Give its mask as mask=, and x.filled() here.")
         return _numpy_array(value.view(np.ndarray), name)
     if sequence and isinstance(value, (list, tuple, np.generic)):
+        if compiling():
+            return sys.modules["torch"].tensor(value, device=None if device is ANYWHERE else device)
         try:
             array = np.asarray(value)
         except ValueError:
             array = np.asarray(value, dtype=object)
-        return _numpy_array(array, name)
+        array = _numpy_array(array, name)
+        return array if device is None or device is ANYWHERE else _to_device(array, name, device)
     allowed = "numpy.ndarray or torch.Tensor" + (", or a list of numbers" if sequence else "")
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
@@ -122,7 +149,45 @@ def _numpy_array(array: np.ndarray[Any, Any], name: str) -> Array:
     return array
 
 
-def _torch_tensor(tensor: Any, name: str, meta: bool) -> Array:
+def check_place(array: Array, name: str, device: Device | _Anywhere) -> None:
+    """Refuses an array that is not on `device`: all of one call must be in one place."""
+    if isinstance(array, np.ndarray):
+        if device is not None and device is not ANYWHERE:
+            refuse(
+                name,
+                "a numpy.ndarray",
+                f"a torch.Tensor on device {device}, that of q",
+                "torch.as_tensor(x, device=q.device) makes one, once for many calls.",
+            )
+        return
+    place = array.device
+    if place.type == "meta":
+        return
+    if place.type not in ("cpu", "cuda"):
+        raise UnsupportedError(message(name, f"a tensor on device {place}", "device cpu or cuda", "x.cpu() moves it."))
+    if device is not ANYWHERE and (place.type != "cpu" if device is None else place != device):
+        refuse(
+            name,
+            f"a tensor on device {place}",
+            f"device {'cpu' if device is None else device}, that of q",
+            "x.to(q.device) moves it.",
+        )
+
+
+def _to_device(array: np.ndarray[Any, Any], name: str, device: Device) -> Array:
+    """Numbers of a Python list, for the kernels. The copy is queued, not waited for."""
+    torch = sys.modules["torch"]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        refuse(
+            name,
+            "a list, while a CUDA graph is captured",
+            f"a tensor on device {device}",
+            "Make it before the capture: a replay would read the list's memory again, long after it is gone.",
+        )
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _torch_tensor(tensor: Any, name: str, meta: bool, wanted: Device | _Anywhere) -> Array:
     torch = sys.modules["torch"]
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         _check_subclass(tensor, name, meta)
@@ -136,18 +201,11 @@ def _torch_tensor(tensor: Any, name: str, meta: bool) -> Array:
         refuse(name, f"dtype {tensor.dtype}", _DTYPE_NAMES)
     if tensor.layout is not torch.strided:
         refuse(name, f"a tensor of layout {tensor.layout}", "torch.strided", "x.to_dense() converts it.")
-    device = tensor.device.type
-    if device != "cpu" and not (device == "meta" and meta):
-        if device == "meta":
-            refuse(name, "a tensor on the meta device, which has no data", "a tensor on the CPU")
-        raise UnsupportedError(
-            message(
-                name,
-                f"a tensor on device {tensor.device}",
-                "device cpu",
-                "This build has no GPU backend; x.cpu() moves it.",
-            )
-        )
+    place = tensor.device.type
+    if place != "cpu" or wanted is not None:
+        if place == "meta" and not meta:
+            refuse(name, "a tensor on the meta device, which has no data", "a tensor on the CPU or a CUDA device")
+        check_place(tensor, name, wanted)
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     return tensor
@@ -163,8 +221,8 @@ def _check_subclass(tensor: Any, name: str, meta: bool) -> None:
             refuse(
                 name,
                 "a FakeTensor, which has no data",
-                "a tensor on the CPU",
-                "Under torch.compile or export, call tilewise in a function marked with torch.compiler.disable.",
+                "a tensor with data",
+                "Inside FakeTensorMode, call tilewise.attention; the other functions need data.",
             )
         return
     refuse_type(
@@ -209,12 +267,12 @@ def shape_view(array: Array) -> View:
 
 def as_view(value: Any, name: str = "array") -> View:
     """View of any object that `tilewise.attention` takes. The caller keeps `value` alive while the view is in use."""
-    return view(as_array(value, name), name)
+    return view(as_array(value, name, device=ANYWHERE), name)
 
 
-def check_output(array: Array, name: str) -> Array:
+def check_output(array: Array, name: str, device: Device = None) -> Array:
     """An array that results are written to: no copy may be made of it."""
-    checked = as_array(array, name)
+    checked = as_array(array, name, device=device)
     if checked is not array and not (isinstance(array, np.ndarray) and np.may_share_memory(checked, array)):
         refuse(
             name,
@@ -252,10 +310,10 @@ def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
-    """New array of the kind of `like`, in row-major order; dtype of `like` unless given."""
+    """New array of the kind and on the device of `like`, in row-major order; dtype of `like` unless given."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype or like.dtype)
-    return sys.modules["torch"].empty(shape, dtype=dtype or like.dtype, device="cpu")
+    return sys.modules["torch"].empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def empty_in_order(like: Array, shape: tuple[int, ...]) -> Array:

@@ -16,12 +16,15 @@ from typing import Any, Never, TypeVar, Unpack
 
 import numpy as np
 
-from . import _ext
+from . import _cuda, _ext
 from ._arrays import (
+    ANYWHERE,
     Array,
+    Device,
     accumulator,
     as_array,
     check_output,
+    compiling,
     empty,
     empty_in_order,
     inverse,
@@ -48,6 +51,7 @@ from ._problem import (
     Layout,
     Options,
     Q,
+    Rng,
     ScoreMod,
     Settings,
     V,
@@ -72,26 +76,51 @@ def _named_options(function: F) -> F:
 # --------------------------------------------------------------------------------------------------- running
 
 
-def draw_seed(is_torch: bool) -> tuple[int, int]:
-    """A seed from the generator that the user controls: torch.manual_seed, or numpy.random.seed."""
-    if is_torch:
-        torch = sys.modules["torch"]
-        return int(torch.empty((), dtype=torch.int64).random_().item()), 0
-    return int(np.random.randint(0, 2**63, dtype=np.int64)), 0  # noqa: NPY002 (the global generator, on purpose)
+def draw_seed(like: Array, device: Device) -> Rng:
+    """A seed from the generator that the user controls: torch.manual_seed, or numpy.random.seed. On a GPU it is drawn
+    there, so that nobody waits and every replay of a CUDA graph has another."""
+    if isinstance(like, np.ndarray):
+        return int(np.random.randint(0, 2**63, dtype=np.int64)), 0  # noqa: NPY002 (the global generator, on purpose)
+    torch = sys.modules["torch"]
+    if device is not None:
+        return torch.empty(2, dtype=torch.int64, device=device).random_()
+    seed = torch.empty((), dtype=torch.int64).random_()
+    return torch.stack([seed, torch.zeros_like(seed)]) if compiling() else (int(seed.item()), 0)
 
 
-def rng_of(call: Call) -> tuple[int, int]:
+def rng_of(call: Call) -> Rng:
     """(seed, offset) of a call: drawn if dropout needs one and none was given."""
     if not call.settings.dropout_p:
         return 0, 0
-    return draw_seed(call.settings.is_torch) if call.seed is None else check_seed(call.seed)
+    return draw_seed(call.arrays[Q], call.device) if call.seed is None else call.seed
 
 
-def rng_array(call: Call, rng: tuple[int, int]) -> Array | None:
-    """What attention_forward returns as rng: int64[2] of the inputs' kind, None without dropout."""
+def rng_array(call: Call, rng: Rng) -> Array | None:
+    """What attention_forward returns as rng: int64[2] of the inputs' kind and device, None without dropout."""
     if not call.settings.dropout_p:
         return None
-    return sys.modules["torch"].tensor(rng) if call.settings.is_torch else np.array(rng, np.int64)
+    if not isinstance(rng, tuple):
+        return rng
+    if not call.settings.is_torch:
+        return np.array(rng, np.int64)
+    torch = sys.modules["torch"]
+    if call.device is None:
+        return torch.tensor(rng)
+    array = torch.empty(2, dtype=torch.int64, device=call.device)
+    for n, number in enumerate(rng):
+        array[n : n + 1].fill_(number)  # a kernel each; a copy from here would wait
+    return array
+
+
+def given_rng(call: Call, rng: Any) -> Rng:
+    """What the backward pass is told of dropout: `rng`, else the option seed."""
+    if not call.settings.dropout_p:
+        return 0, 0
+    if rng is not None:
+        return check_seed(rng, call.device)
+    if call.seed is None:
+        refuse("rng", "None with dropout_p > 0", "the rng that attention_forward returned")
+    return call.seed
 
 
 def _output_shapes(
@@ -110,15 +139,22 @@ def _output_shapes(
 
 
 def run_forward(
-    settings: Settings, arrays: Sequence[Array | None], rng: tuple[int, int], want_lse: bool, out: Array | None = None
+    settings: Settings, arrays: Sequence[Array | None], rng: Rng, want_lse: bool, out: Array | None = None
 ) -> tuple[Array, Array | None]:
     """o and, if wanted, lse."""
+    if settings.cuda >= 0 and settings.backend == "reference":
+        return _forward_on_host(settings, arrays, rng, want_lse, out)
     q = arrays[Q]
+    assert q is not None
     o_shape, lse_shape = _output_shapes(settings, arrays)
     o = empty_in_order(q, o_shape) if out is None else out
     lse = empty(q, lse_shape, accumulator(q)) if want_lse and lse_shape is not None else None
     try:
-        _ext.forward(settings.problem(arrays, rng), view(o), None if lse is None else view(lse))
+        problem = settings.problem(arrays, rng)
+        if settings.cuda < 0:
+            _ext.forward(problem, view(o), None if lse is None else view(lse))
+        else:
+            _cuda.forward(problem, view(o), None if lse is None else view(lse), q.device)
     except InvalidArgumentError as error:
         renamed(settings, error)
     return o, lse
@@ -127,16 +163,18 @@ def run_forward(
 def run_backward(
     settings: Settings,
     arrays: Sequence[Array | None],
-    rng: tuple[int, int],
+    rng: Rng,
     do: Array,
     o: Array,
     lse: Array,
     dlse: Array | None,
     wanted: Iterable[int],
     buffers: Mapping[int, Array] | None = None,
-    run: Callable[[_ext.Problem, list[Any], list[Any]], None] = _ext.backward,
+    run: Callable[[_ext.Problem, list[Any], list[Any]], None] | None = None,
 ) -> dict[int, Array]:
     """Gradients of the arrays whose places are wanted, by place."""
+    if settings.cuda >= 0 and settings.backend == "reference" and run is None:
+        return _backward_on_host(settings, arrays, rng, do, o, lse, dlse, wanted, buffers)
     gradients: dict[int, Array] = {}
     for place in wanted:
         given = buffers.get(place) if buffers else None
@@ -150,19 +188,66 @@ def run_backward(
     if any(place >= ARRAYS for place in gradients):
         darrays = [view(gradients[place]) if place in gradients else None for place in range(ARRAYS, len(arrays))]
     try:
-        run(settings.problem(arrays, rng), views, darrays)
+        problem = settings.problem(arrays, rng)
+        if run is not None:
+            run(problem, views, darrays)
+        elif settings.cuda < 0:
+            _ext.backward(problem, views, darrays)
+        else:
+            _cuda.backward(problem, views, darrays, do.device)
     except InvalidArgumentError as error:
         renamed(settings, error)
     return gradients
 
 
+# The formula itself is there on the CPU only. For tensors on a GPU it is taken to the copies of them in host memory.
+
+
+def _to_host(array: Array | None) -> Array | None:
+    return None if array is None else array.detach().cpu()
+
+
+def _rng_on_host(rng: Rng) -> Rng:
+    return rng if isinstance(rng, tuple) else tuple(rng.tolist())
+
+
+def _forward_on_host(
+    settings: Settings, arrays: Sequence[Array | None], rng: Rng, want_lse: bool, out: Array | None
+) -> tuple[Array, Array | None]:
+    q = arrays[Q]
+    assert q is not None
+    o, lse = run_forward(settings.on_host(), [*map(_to_host, arrays)], _rng_on_host(rng), want_lse)
+    return (o.to(q.device) if out is None else out.copy_(o)), None if lse is None else lse.to(q.device)
+
+
+def _backward_on_host(
+    settings: Settings,
+    arrays: Sequence[Array | None],
+    rng: Rng,
+    do: Array,
+    o: Array,
+    lse: Array,
+    dlse: Array | None,
+    wanted: Iterable[int],
+    buffers: Mapping[int, Array] | None,
+) -> dict[int, Array]:
+    here, pair = [*map(_to_host, arrays)], _rng_on_host(rng)
+    found = run_backward(
+        settings.on_host(), here, pair, _to_host(do), _to_host(o), _to_host(lse), _to_host(dlse), wanted
+    )
+    return {
+        place: buffers[place].copy_(gradient) if buffers and place in buffers else gradient.to(do.device)
+        for place, gradient in found.items()
+    }
+
+
 def checked_out(out: Any, name: str, call: Call) -> Array | None:
     if out is None:
         return None
-    out = check_output(out, name)
     if is_torch(out) != call.settings.is_torch:
+        check_output(out, name)  # refuses what is no array at all
         refuse_type(name, f"a {type(out).__name__}", "the kind of q, k and v")
-    return out
+    return check_output(out, name, call.device)
 
 
 # --------------------------------------------------------------------------------------------------- attention
@@ -223,10 +308,10 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim_qk], or as `layout` says, or packed [total_q, num_heads_q,
-            head_dim_qk] with cu_seqlens_q. NumPy array or torch CPU tensor; float64, float32, float16 or bfloat16; any
+            head_dim_qk] with cu_seqlens_q. NumPy array, or torch tensor on the CPU or a CUDA device; float64, float32, float16 or bfloat16; any
             strides.
         k: [batch, seqlen_kv, num_heads_kv, head_dim_qk] or packed with cu_seqlens_kv; num_heads_q is a multiple of
-            num_heads_kv. Kind and dtype of q.
+            num_heads_kv. Kind, dtype and device of q; so are all other arrays of the call on the device of q.
         v: like k, with head_dim_v, which may differ from head_dim_qk.
         layout: "bshd" = [batch, seqlen, heads, dim], "bhsd" = [batch, heads, seqlen, dim], for q, k, v, out.
         causal: True hides keys j > t. "top_left" is short for causal=True, q_offset="top_left".
@@ -249,7 +334,8 @@ def attention(
         seqused_q, seqused_kv: int32 or int64 [batch]: only the first rows of each sequence are part of it.
         leftpad_kv: int32 or int64 [batch]: rows of k and v before it are not part of the sequence.
         dropout_p: probability in [0, 1), rounded to a multiple of 1/65536.
-        seed: None (from torch's or NumPy's global generator), an int, or int64[2] (seed, offset).
+        seed: None (from torch's or NumPy's global generator; on a GPU anew in every replay of a CUDA graph), an int, or
+            int64[2] (seed, offset), which is left on its device.
         deterministic: two runs give the same bits. The CPU always does; torch.use_deterministic_algorithms sets it.
         batch_invariant: bits of a row depend on its q and its visible keys and values only.
         return_lse: return (o, lse); lse float32 (float64 for float64 inputs), [batch, num_heads_q, seqlen_q] or packed
@@ -341,10 +427,8 @@ def attention_backward(
     with D = rowsum(o * do).
     """
     call = call_from("attention_backward", q, k, v, options)
-    settings = call.settings
-    if settings.dropout_p and rng is None and call.seed is None:
-        refuse("rng", "None with dropout_p > 0", "the rng that attention_forward returned")
-    pair = check_seed(rng if rng is not None else call.seed) if settings.dropout_p else (0, 0)
+    settings, device = call.settings, call.device
+    pair = given_rng(call, rng)
     places = _wanted_places(call, wanted)
     buffers: dict[int, Array] = {}
     for place, name, given in ((Q, "dq", dq), (K, "dk", dk), (V, "dv", dv)):
@@ -353,8 +437,8 @@ def attention_backward(
             buffers[place] = array
             if place not in places:
                 refuse(name, "an array, though the gradient is not wanted", f"{name}, with {name[1:]!r} in wanted")
-    do, o, lse = as_array(do, "do"), as_array(o, "o"), as_array(lse, "lse")
-    dlse = None if dlse is None else as_array(dlse, "dlse")
+    do, o, lse = (as_array(x, name, device=device) for x, name in ((do, "do"), (o, "o"), (lse, "lse")))
+    dlse = None if dlse is None else as_array(dlse, "dlse", device=device)
     with _no_grad(call):
         gradients = run_backward(settings, call.arrays, pair, do, o, lse, dlse, places, buffers)
     return _gradients(call, gradients)
@@ -418,14 +502,15 @@ def score_mod(function: Callable[..., Any], **captured: Any) -> Function:
 def reference(q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = None, **options: Unpack[Options]) -> Any:
     """The formula in float64, read literally: slow, and what every implementation is tested against.
 
-    Arguments as `attention`; q, k and v are converted to float64, and so is the result. Differentiable in torch.
+    Arguments as `attention`; q, k and v are converted to float64, and so is the result. Differentiable in torch. Works in
+    host memory: tensors on a GPU are copied there and back, with a wait.
     """
     unknown = options.keys() - OPTION_NAMES
     if unknown:
         refuse_unknown("reference", unknown, OPTION_NAMES | {"return_lse", "out"})
     if options.get("backend") not in (None, "reference"):
         refuse("backend", repr(options["backend"]), "'reference'", "tilewise.attention takes other backends.")
-    wide = [_float64(as_array(each, name)) for each, name in ((q, "q"), (k, "k"), (v, "v"))]
+    wide = [_float64(as_array(each, name, device=ANYWHERE)) for each, name in ((q, "q"), (k, "k"), (v, "v"))]
     options["backend"] = "reference"
     return attention(*wide, return_lse=return_lse, out=out, **options)
 
@@ -472,9 +557,14 @@ def attn_probs(
 
     Returns:
         float32 (float64 for float64 inputs); 0 where a key is hidden, past the sequence, or the row does not exist. Packed
-        calls: the last axis is as long as the longest sequence.
+        calls: the last axis is as long as the longest sequence. Works in host memory: tensors on a GPU are copied there
+        and back, with a wait.
     """
     call = call_from("attn_probs", q, k, k, options)
+    lse = None if lse is None else as_array(lse, "lse", device=call.device)
+    if (device := call.device) is not None:
+        call.settings, call.arrays, call.device = call.settings.on_host(), [*map(_to_host, call.arrays)], None
+        lse = _to_host(lse)
     q, k = call.arrays[Q], call.arrays[K]
     bhsd = bool(call.settings.layout)
     if call.arrays[CU_Q] is not None:
@@ -491,12 +581,11 @@ def attn_probs(
     row_list, head_list = _index_list(rows, "rows", limit), _index_list(heads, "heads", num_heads)
     with _no_grad(call):
         p = empty(q, (batch, len(head_list), len(row_list), keys), accumulator(q))
-        lse = None if lse is None else as_array(lse, "lse")
         try:
             _ext.attn_probs(call.problem(), None if lse is None else view(lse, "lse"), row_list, head_list, view(p))
         except InvalidArgumentError as error:
             renamed(call.settings, error)
-    return p
+    return p if device is None else p.to(device)
 
 
 def dropout_mask(batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *, dropout_p: float, seed: Any) -> Any:
@@ -507,7 +596,7 @@ def dropout_mask(batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *,
 
     Args:
         seed: an int, or int64[2] (seed, offset) such as the rng that `attention_forward` returned. A torch tensor gives a
-            torch tensor.
+            torch tensor on its device (made in host memory, with a wait).
     """
     if seed is None:
         refuse_type("seed", "None", "an int, or int64[2] (seed, offset)")
@@ -517,8 +606,9 @@ def dropout_mask(batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *,
     if min(shape) < 0:
         refuse("shape", shape, "extents >= 0")
     keep = np.empty(shape, np.bool_)
-    _ext.dropout_mask(*check_seed(seed), dropout_p, view(keep))
-    return sys.modules["torch"].from_numpy(keep) if is_torch(seed) else keep
+    number, offset = check_seed(seed.cpu() if is_torch(seed) else seed)
+    _ext.dropout_mask(number, offset, dropout_p, view(keep))
+    return sys.modules["torch"].from_numpy(keep).to(seed.device) if is_torch(seed) else keep
 
 
 def merge(o_parts: Any, lse_parts: Any, *, layout: Layout = "bshd") -> tuple[Any, Any]:
@@ -542,6 +632,9 @@ def merge(o_parts: Any, lse_parts: Any, *, layout: Layout = "bshd") -> tuple[Any
     tensor = is_torch(parts[0])
     if any(is_torch(each) != tensor for each in (*parts, *lses)):
         refuse_type("o_parts, lse_parts", "NumPy arrays and torch tensors mixed", "one kind")
+    if tensor and any(each.device != parts[0].device for each in (*parts, *lses)):
+        places = sorted({str(each.device) for each in (*parts, *lses)})
+        refuse("o_parts, lse_parts", f"tensors on {', '.join(places)}", "one device")
     rank = parts[0].ndim
     if rank not in (3, 4) or layout not in ("bshd", "bhsd"):
         refuse("o_parts", f"rank {rank}, layout {layout!r}", "rank 4 in layout 'bshd' or 'bhsd', or packed of rank 3")
@@ -572,8 +665,8 @@ def merge(o_parts: Any, lse_parts: Any, *, layout: Layout = "bshd") -> tuple[Any
 
 def _parts(value: Any, name: str) -> list[Array]:
     if isinstance(value, np.ndarray) or is_torch(value):
-        value = list(as_array(value, name))
-    return [as_array(each, f"{name}[{n}]") for n, each in enumerate(value)]
+        value = list(as_array(value, name, device=ANYWHERE))
+    return [as_array(each, f"{name}[{n}]", device=ANYWHERE) for n, each in enumerate(value)]
 
 
 def merge_arrays(parts: Sequence[Array], lses: Sequence[Array], order: tuple[int, ...]) -> tuple[Array, Array]:

@@ -4,11 +4,15 @@
 // A view of an array is the tuple (address, dtype, shape, strides): dtype is a number of tilewise_dtype, strides count
 // elements. Views carry no ownership; the Python side keeps the arrays alive until the call is over.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
 #include <cstdlib>
+#include <list>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -133,11 +137,23 @@ std::vector<tilewise_tensor> gradient_arrays(const Problem& problem, nb::handle 
     return tensors;
 }
 
+template <class Run>
+void run_without_gil(const Run& run) {
+    tilewise_status status = TILEWISE_OK;
+    {
+        const nb::gil_scoped_release release;
+        status = run();
+    }
+    check(status);  // same thread, so the last error is still the one of this call
+}
+
 struct Plan {
     tilewise_plan* raw = nullptr;
 
     Plan(const Problem& problem, bool backward) {
-        check(tilewise_plan_create(&problem.raw, backward ? TILEWISE_BACKWARD : TILEWISE_FORWARD, &raw));
+        run_without_gil([&] {  // it may compile
+            return tilewise_plan_create(&problem.raw, backward ? TILEWISE_BACKWARD : TILEWISE_FORWARD, &raw);
+        });
     }
     ~Plan() { tilewise_plan_destroy(raw); }
     Plan(const Plan&) = delete;
@@ -148,6 +164,11 @@ struct Plan {
         check(tilewise_plan_workspace_size(raw, &bytes));
         return bytes;
     }
+    [[nodiscard]] size_t workspace_bytes_for(const Problem& problem) const {
+        size_t bytes = 0;
+        check(tilewise_plan_workspace_size_for(raw, &problem.raw, &bytes));
+        return bytes;
+    }
     [[nodiscard]] std::string explain() const {
         std::string text(tilewise_plan_explain(raw, nullptr, 0), '\0');
         tilewise_plan_explain(raw, text.data(), text.size());
@@ -156,15 +177,19 @@ struct Plan {
     }
 };
 
-// A run's scratch: the caller's, or memory of our own for the time of the run.
+void* to_pointer(uintptr_t address) {
+    return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr): Python hands over numbers
+}
+
+// A run's scratch: the caller's, or (on the CPU) memory of our own for the time of the run.
 struct Workspace {
     std::unique_ptr<void, decltype(&std::free)> own{nullptr, &std::free};
     void* data = nullptr;
     size_t bytes = 0;
 
-    Workspace(const Plan& plan, uintptr_t address, size_t given) {
-        if (address) {
-            data = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr): Python hands over numbers
+    Workspace(const Plan& plan, const Problem& problem, uintptr_t address, size_t given) {
+        if (address || problem.raw.device_type != TILEWISE_CPU) {
+            data = to_pointer(address);
             bytes = given;
             return;
         }
@@ -176,14 +201,135 @@ struct Workspace {
     }
 };
 
-template <class Run>
-void run_without_gil(const Run& run) {
-    tilewise_status status = TILEWISE_OK;
-    {
-        const nb::gil_scoped_release release;
-        status = run();
+// Plans of recent calls on CUDA tensors, where deciding means compiling. Found by what a plan is bound to and nothing
+// else: dtypes, head counts, dims, layout, alignment, options and device, but not lengths, batch, strides or values. Needs
+// the GIL.
+class PlanCache {
+public:
+    // The plan, and the workspace that it needs for the lengths of this problem.
+    std::pair<std::shared_ptr<Plan>, size_t> find(const Problem& problem, bool backward) {
+        const std::string key = key_of(problem, backward);
+        Entry* entry = lookup(key);
+        if (!entry) {
+            auto plan = std::make_shared<Plan>(problem, backward);
+            entry = lookup(key);  // another thread may have been faster
+            if (!entry) entry = insert(key, std::move(plan));
+        }
+        const std::string shapes = shapes_of(problem);
+        auto known = entry->bytes.find(shapes);
+        if (known == entry->bytes.end()) {
+            if (entry->bytes.size() >= kMaxShapes) entry->bytes.clear();
+            known = entry->bytes.emplace(shapes, entry->plan->workspace_bytes_for(problem)).first;
+        }
+        return {entry->plan, known->second};
     }
-    check(status);  // same thread, so the last error is still the one of this call
+    [[nodiscard]] size_t size() const { return entries_.size(); }
+    void clear() { entries_.clear(), places_.clear(); }
+
+private:
+    static constexpr size_t kMaxPlans = 256;
+    static constexpr size_t kMaxShapes = 256;
+
+    struct Entry {
+        std::string key;
+        std::shared_ptr<Plan> plan;
+        std::unordered_map<std::string, size_t> bytes;  // of workspace, by shapes and strides
+    };
+    using Entries = std::list<Entry>;  // the latest first
+
+    Entry* lookup(const std::string& key) {
+        const auto place = places_.find(key);
+        if (place == places_.end()) return nullptr;
+        entries_.splice(entries_.begin(), entries_, place->second);
+        return &entries_.front();
+    }
+    Entry* insert(const std::string& key, std::shared_ptr<Plan> plan) {
+        if (entries_.size() >= kMaxPlans) {
+            places_.erase(entries_.back().key);
+            entries_.pop_back();
+        }
+        entries_.push_front({key, std::move(plan), {}});
+        places_[key] = entries_.begin();
+        return &entries_.front();
+    }
+
+    template <class T>
+    static void append(std::string& key, const T& value) {
+        key.append(reinterpret_cast<const char*>(&value), sizeof value);
+    }
+    // Whether every row can be read in pieces of 16 bytes.
+    static bool aligned(const tilewise_tensor& t) {
+        static constexpr int64_t kSizes[] = {0, 8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 4};
+        if (t.dtype <= 0 || t.dtype > TILEWISE_UINT32 || t.rank < 1 || t.rank > TILEWISE_MAX_RANK) return false;
+        if (reinterpret_cast<uintptr_t>(t.data) % 16 != 0 || t.strides[t.rank - 1] != 1) return false;
+        for (int32_t d = 0; d < t.rank - 1; ++d) {
+            if (t.strides[d] * kSizes[t.dtype] % 16 != 0) return false;
+        }
+        return true;
+    }
+    static std::string key_of(const Problem& problem, bool backward) {
+        const tilewise_problem& p = problem.raw;
+        std::string key;
+        append(key, backward);
+        for (const int32_t n : {p.device_type, p.device_index, p.layout, p.causal, p.q_offset_mode, p.deterministic,
+                                p.batch_invariant, p.validate, int32_t{p.softcap > 0}, int32_t{p.window_left >= 0},
+                                int32_t{p.window_right >= 0}, int32_t{p.chunk > 0},
+                                int32_t{p.dropout_p >= 0x1p-17},  // less is rounded to no dropout
+                                p.num_arrays, p.num_scalars}) {
+            append(key, n);
+        }
+        // Heads and dims, from where they stand in q and v.
+        const auto axis = [](const tilewise_tensor& t, int32_t n) {
+            return n >= 0 && n < t.rank && n < TILEWISE_MAX_RANK ? t.shape[n] : int64_t{-1};
+        };
+        for (const tilewise_tensor* t : {&p.q, &p.k, &p.v}) {
+            append(key, t->dtype), append(key, t->rank), append(key, aligned(*t));
+            append(key, axis(*t, t->rank == 4 && p.layout == TILEWISE_BHSD ? 1 : t->rank - 2));
+            append(key, axis(*t, t->rank - 1));
+        }
+        for (const tilewise_tensor* t : {&p.bias, &p.alibi_slopes, &p.sinks, &p.cu_seqlens_q, &p.cu_seqlens_kv,
+                                         &p.seqused_q, &p.seqused_kv, &p.leftpad_kv, &p.q_offset, &p.seed_offset}) {
+            append(key, t->dtype), append(key, t->rank);
+        }
+        for (const tilewise_tensor& t : problem.arrays) append(key, t.dtype), append(key, t.rank);
+        // Lengths first: texts next to each other must not be taken for one another.
+        for (const std::string* text : {&problem.mask, &problem.score_mod, &problem.backend}) {
+            append(key, text->size());
+            key += *text;
+        }
+        return key;
+    }
+    // Everything of a problem that a workspace can depend on beside the plan, which is all but addresses and values.
+    static std::string shapes_of(const Problem& problem) {
+        std::string key;
+        const tilewise_problem& p = problem.raw;
+        const auto add = [&](const tilewise_tensor& t) {
+            append(key, t.dtype);
+            if (t.dtype == TILEWISE_NONE) return;
+            append(key, t.rank), append(key, t.shape), append(key, t.strides);
+            append(key, reinterpret_cast<uintptr_t>(t.data) % 256);
+        };
+        for (const tilewise_tensor* t :
+             {&p.q, &p.k, &p.v, &p.bias, &p.alibi_slopes, &p.sinks, &p.cu_seqlens_q, &p.cu_seqlens_kv, &p.seqused_q,
+              &p.seqused_kv, &p.leftpad_kv, &p.q_offset, &p.seed_offset}) {
+            add(*t);
+        }
+        for (const tilewise_tensor& t : problem.arrays) add(t);
+        for (const int64_t n : {p.max_seqlen_q, p.max_seqlen_kv, p.window_left, p.window_right, p.chunk,
+                                p.q_offset_value}) {
+            append(key, n);
+        }
+        return key;
+    }
+
+    Entries entries_;
+    std::unordered_map<std::string, Entries::iterator> places_;
+};
+
+// Never destroyed: at exit the driver may be gone before the plans.
+PlanCache& plan_cache() {
+    static auto* const cache = new PlanCache;
+    return *cache;
 }
 
 }  // namespace
@@ -216,6 +362,8 @@ NB_MODULE(_ext, m) {
     TILEWISE_NUMBER(deterministic);
     TILEWISE_NUMBER(batch_invariant);
     TILEWISE_NUMBER(validate);
+    TILEWISE_NUMBER(device_type);
+    TILEWISE_NUMBER(device_index);
 #undef TILEWISE_NUMBER
 #define TILEWISE_VIEW(field) \
     problem.def(             \
@@ -229,6 +377,7 @@ NB_MODULE(_ext, m) {
     TILEWISE_VIEW(seqused_q);
     TILEWISE_VIEW(seqused_kv);
     TILEWISE_VIEW(leftpad_kv);
+    TILEWISE_VIEW(seed_offset);
 #undef TILEWISE_VIEW
 #define TILEWISE_TEXT(field)                              \
     problem.def_prop_rw(                                  \
@@ -260,29 +409,40 @@ NB_MODULE(_ext, m) {
     nb::class_<Plan>(m, "Plan")
         .def(nb::init<const Problem&, bool>(), nb::arg("problem"), nb::arg("backward"))
         .def_prop_ro("workspace_bytes", &Plan::workspace_bytes)
+        .def("workspace_bytes_for", &Plan::workspace_bytes_for, nb::arg("problem"))
         .def("explain", &Plan::explain)
         .def(
             "forward",
-            [](const Plan& plan, const Problem& p, nb::handle o, nb::handle lse, uintptr_t workspace, size_t bytes) {
+            [](const Plan& plan, const Problem& p, nb::handle o, nb::handle lse, uintptr_t workspace, size_t bytes,
+               uintptr_t stream) {
                 const tilewise_forward_args args = forward_args(o, lse);
-                const Workspace scratch(plan, workspace, bytes);
+                const Workspace scratch(plan, p, workspace, bytes);
                 run_without_gil([&] {
-                    return tilewise_plan_forward(plan.raw, &p.raw, &args, scratch.data, scratch.bytes, nullptr);
+                    return tilewise_plan_forward(plan.raw, &p.raw, &args, scratch.data, scratch.bytes,
+                                                 to_pointer(stream));
                 });
             },
-            nb::arg("problem"), nb::arg("o"), nb::arg("lse").none(), nb::arg("workspace"), nb::arg("workspace_bytes"))
+            nb::arg("problem"), nb::arg("o"), nb::arg("lse").none(), nb::arg("workspace"), nb::arg("workspace_bytes"),
+            nb::arg("stream") = 0)
         .def(
             "backward",
             [](const Plan& plan, const Problem& p, nb::handle views, nb::handle darrays, uintptr_t workspace,
-               size_t bytes) {
+               size_t bytes, uintptr_t stream) {
                 const std::vector<tilewise_tensor> gradients = gradient_arrays(p, darrays);
                 const tilewise_backward_args args = backward_args(views, gradients);
-                const Workspace scratch(plan, workspace, bytes);
+                const Workspace scratch(plan, p, workspace, bytes);
                 run_without_gil([&] {
-                    return tilewise_plan_backward(plan.raw, &p.raw, &args, scratch.data, scratch.bytes, nullptr);
+                    return tilewise_plan_backward(plan.raw, &p.raw, &args, scratch.data, scratch.bytes,
+                                                  to_pointer(stream));
                 });
             },
-            nb::arg("problem"), nb::arg("views"), nb::arg("darrays"), nb::arg("workspace"), nb::arg("workspace_bytes"));
+            nb::arg("problem"), nb::arg("views"), nb::arg("darrays"), nb::arg("workspace"), nb::arg("workspace_bytes"),
+            nb::arg("stream") = 0);
+    m.def(
+        "prepare", [](const Problem& p, bool backward) { return plan_cache().find(p, backward); }, nb::arg("problem"),
+        nb::arg("backward"));
+    m.def("num_plans", [] { return plan_cache().size(); });
+    m.def("clear_plans", [] { plan_cache().clear(); });
 
     m.def(
         "dropout_mask",

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from . import _ext
+from . import _cuda, _ext
 from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, view
 from ._attention import (
     Gradients,
@@ -16,6 +16,7 @@ from ._attention import (
     _output_shapes,
     _wanted_places,
     checked_out,
+    given_rng,
     rng_of,
     run_backward,
 )  # fmt: skip
@@ -32,7 +33,6 @@ from ._problem import (
     Options,
     Q,
     call_from,
-    check_seed,
     renamed,
 )
 
@@ -54,6 +54,8 @@ class Plan:
         self.backward = backward
         self._options = dict(options)
         self._lse = lse
+        if call.device is not None:
+            _cuda.tell_nvrtc_path()
         try:
             self._plan = _ext.Plan(call.problem(data=_has_lengths(call)), backward)
         except InvalidArgumentError as error:
@@ -87,11 +89,15 @@ class Plan:
             refuse_unknown("run", unknown, _TENSOR_OPTIONS)
         return call_from("run", q, k, v, {**self._options, **changes})
 
-    def _workspace(self, workspace: Any) -> tuple[int, int]:
-        """(address, bytes); 0 = the extension allocates for this run."""
+    def _scratch(self, workspace: Any, problem: _ext.Problem, call: Call) -> tuple[int, int, int, Any]:
+        """(address, bytes, stream, what keeps the memory alive); address 0 = the extension allocates for this run."""
+        stream = 0 if call.device is None else _cuda.current_stream(call.settings.cuda)
         if workspace is None:
-            return 0, 0
-        array = check_output(workspace, "workspace")
+            if call.device is None:
+                return 0, 0, stream, None
+            array = _cuda.workspace(self._plan.workspace_bytes_for(problem), call.device)
+            return array.data_ptr(), array.numel(), stream, array
+        array = check_output(workspace, "workspace", call.device)
         size = int(array.nbytes)
         contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
         address = view(array)[0]
@@ -102,7 +108,7 @@ class Plan:
                 f"{'' if contiguous else ', not contiguous'}",
                 f"contiguous memory of at least {self.workspace_bytes} bytes, aligned to 64",
             )
-        return address, size
+        return address, size, stream, array
 
     def run(
         self, q: Any, k: Any, v: Any, *, out: Any = None, lse: Any = None, workspace: Any = None, **tensors: Any
@@ -111,7 +117,8 @@ class Plan:
 
         Args:
             out, lse: arrays that the results are written to.
-            workspace: contiguous array of at least `workspace_bytes`, aligned to 64 bytes. Default: allocated for the run.
+            workspace: contiguous array of at least `workspace_bytes`, aligned to 64 bytes, on the device of q. Default:
+                allocated for the run.
             tensors: new arrays or numbers for the options of the plan that carry data (cu_seqlens_q, bias, mask, ...).
         """
         if self.backward:
@@ -126,10 +133,11 @@ class Plan:
         if given is None and self._lse and lse_shape is not None:
             given = empty(array, lse_shape, accumulator(array))
         rng = rng_of(call)
-        address, size = self._workspace(workspace)
         with _no_grad(call):
             try:
-                self._plan.forward(call.problem(rng), view(o), None if given is None else view(given), address, size)
+                problem = call.problem(rng)
+                address, size, stream, _memory = self._scratch(workspace, problem, call)
+                self._plan.forward(problem, view(o), None if given is None else view(given), address, size, stream)
             except InvalidArgumentError as error:
                 renamed(call.settings, error)
         return o if given is None else (o, given)
@@ -158,20 +166,19 @@ class Plan:
                 "plan.run_backward", "a forward plan", "a backward plan", "Make it with plan(..., backward=True)."
             )
         call = self._call(q, k, v, tensors)
-        if call.settings.dropout_p and rng is None and call.seed is None:
-            refuse("rng", "None with dropout_p > 0", "the rng that attention_forward returned")
-        pair = check_seed(rng if rng is not None else call.seed) if call.settings.dropout_p else (0, 0)
+        pair = given_rng(call, rng)
         buffers: dict[int, Array] = {}
         for place, (name, each) in enumerate((("dq", dq), ("dk", dk), ("dv", dv))):
             array = checked_out(each, name, call)
             if array is not None:
                 buffers[place] = array
-        address, size = self._workspace(workspace)
-        do, o, lse = as_array(do, "do"), as_array(o, "o"), as_array(lse, "lse")
-        dlse = None if dlse is None else as_array(dlse, "dlse")
+        device = call.device
+        do, o, lse = (as_array(x, name, device=device) for x, name in ((do, "do"), (o, "o"), (lse, "lse")))
+        dlse = None if dlse is None else as_array(dlse, "dlse", device=device)
 
         def run(problem: _ext.Problem, views: list[Any], darrays: list[Any]) -> None:
-            self._plan.backward(problem, views, darrays, address, size)
+            address, size, stream, _memory = self._scratch(workspace, problem, call)
+            self._plan.backward(problem, views, darrays, address, size, stream)
 
         with _no_grad(call):
             places = _wanted_places(call, wanted)
@@ -188,7 +195,7 @@ def _has_lengths(call: Call) -> bool:
 
 
 def _has_data(tensor: Any) -> bool:
-    return tensor.device.type == "cpu" and type(tensor).__name__ != "FakeTensor"
+    return tensor.device.type != "meta" and type(tensor).__name__ != "FakeTensor"
 
 
 def plan(

@@ -7,6 +7,7 @@ tensors may have been moved, or recomputed by a checkpoint), while the settings 
 
 from __future__ import annotations
 
+import copy
 import numbers
 import operator
 import re
@@ -17,7 +18,19 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypedDict
 import numpy as np
 
 from . import _ext
-from ._arrays import Array, View, as_array, is_torch, shape_view, view
+from ._arrays import (
+    ANYWHERE,
+    Array,
+    Device,
+    View,
+    as_array,
+    check_place,
+    compiling,
+    is_torch,
+    shape_view,
+    stays,
+    view,
+)
 from ._errors import ArgumentTypeError, InvalidArgumentError, message, refuse, refuse_type, refuse_unknown
 from ._trace import Function
 from .masks import Mask, as_mask
@@ -25,6 +38,8 @@ from .masks import Mask, as_mask
 Layout: TypeAlias = Literal["bshd", "bhsd"]
 Causal: TypeAlias = "bool | Literal['top_left']"
 ScoreMod: TypeAlias = "Function | Callable[..., Any]"
+# (seed, offset) of dropout: two numbers, or an int64[2] tensor that stays where it is.
+Rng: TypeAlias = "tuple[int, int] | Array"
 
 
 class Options(TypedDict, total=False):
@@ -74,12 +89,14 @@ class Settings:
     """All of a call that is not an array. Read-only after it is made."""
 
     __slots__ = (
-        "array_names", "backend", "batch_invariant", "causal", "chunk", "deterministic", "dropout_p", "first_mod_array",
+        "array_names", "backend", "batch_invariant", "causal", "chunk", "cuda", "deterministic", "dropout_p",
+        "first_mod_array",
         "is_torch", "layout", "mask", "max_seqlen_kv", "max_seqlen_q", "mod_names", "q_offset_mode", "q_offset_value",
         "scalars", "score_mod", "softcap", "softmax_scale", "validate", "window",
     )  # fmt: skip
 
     is_torch: bool
+    cuda: int  # number of the CUDA device; -1 = host memory
     layout: int
     softmax_scale: float | None
     causal: bool
@@ -102,9 +119,7 @@ class Settings:
     backend: str
     validate: bool
 
-    def problem(
-        self, arrays: Sequence[Array | None], rng: tuple[int, int] = (0, 0), *, data: bool = True
-    ) -> _ext.Problem:
+    def problem(self, arrays: Sequence[Array | None], rng: Rng = (0, 0), *, data: bool = True) -> _ext.Problem:
         """The C struct for these arrays (which must outlive its use)."""
         see: Callable[[Array], View] = view if data else shape_view
         problem = _ext.Problem(see(arrays[Q]), see(arrays[K]), see(arrays[V]), self.layout)
@@ -154,7 +169,10 @@ class Settings:
             problem.max_seqlen_kv = self.max_seqlen_kv
         if self.dropout_p:
             problem.dropout_p = self.dropout_p
-            problem.seed, problem.offset = rng
+            if type(rng) is tuple:
+                problem.seed, problem.offset = rng
+            else:
+                problem.set_seed_offset(see(rng))
         if self.deterministic:
             problem.deterministic = 1
         if self.batch_invariant:
@@ -163,7 +181,16 @@ class Settings:
             problem.validate = 1
         if self.backend:
             problem.backend = self.backend
+        if self.cuda >= 0:
+            problem.device_type = 1
+            problem.device_index = self.cuda
         return problem
+
+    def on_host(self) -> Settings:
+        """The same for arrays that were copied to host memory."""
+        settings = copy.copy(self)
+        settings.cuda = -1
+        return settings
 
     def explain_error(self, error: InvalidArgumentError) -> InvalidArgumentError:
         """The same error with the caller's names in place of the numbers of arrays."""
@@ -176,13 +203,14 @@ class Settings:
 
 
 class Call:
-    """`settings`, `arrays` by place, and the option `seed` as it was given."""
+    """`settings`, `arrays` by place, their `device`, and the option `seed` as far as it was given."""
 
-    __slots__ = ("arrays", "seed", "settings")
+    __slots__ = ("arrays", "device", "seed", "settings")
 
     settings: Settings
     arrays: list[Array | None]
-    seed: Any
+    device: Device
+    seed: Rng | None
 
     def __init__(
         self,
@@ -217,18 +245,21 @@ class Call:
         *,
         meta: bool = False,
     ) -> None:
-        q = as_array(q, "q", meta=meta)
-        k = as_array(k, "k", meta=meta)
-        v = as_array(v, "v", meta=meta)
+        q = as_array(q, "q", meta=meta, device=ANYWHERE)
         tensor = is_torch(q)
+        device = q.device if tensor and q.device.type == "cuda" else None
         if is_torch(k) != tensor or is_torch(v) != tensor:
+            k, v = as_array(k, "k", meta=meta, device=ANYWHERE), as_array(v, "v", meta=meta, device=ANYWHERE)
             kinds = ", ".join("torch.Tensor" if is_torch(each) else "numpy.ndarray" for each in (q, k, v))
             refuse_type(
                 "q, k, v", kinds, "one kind for all three", "torch.from_numpy(x) and x.numpy() convert without a copy."
             )
+        k = as_array(k, "k", meta=meta, device=device)
+        v = as_array(v, "v", meta=meta, device=device)
 
         s = Settings()
         s.is_torch = tensor
+        s.cuda = -1 if device is None else device.index
         number = _LAYOUTS.get(layout) if isinstance(layout, str) else None
         if number is None:
             refuse("layout", repr(layout), "'bshd' [batch, seqlen, heads, dim] or 'bhsd' [batch, heads, seqlen, dim]")
@@ -243,12 +274,17 @@ class Call:
                 s.q_offset_mode = _TOP_LEFT
             else:
                 refuse("q_offset", repr(q_offset), "'bottom_right', 'top_left', an int, or an integer array [batch]")
-        elif isinstance(q_offset, (int, np.integer)) or (hasattr(q_offset, "ndim") and q_offset.ndim == 0):
+        elif isinstance(q_offset, (int, np.integer)) or (
+            hasattr(q_offset, "ndim") and q_offset.ndim == 0 and not stays(q_offset)
+        ):
             s.q_offset_mode = _OFFSET_VALUE
             s.q_offset_value = integer(q_offset, "q_offset")
         else:
             s.q_offset_mode = _OFFSET_ARRAY
-            offset_array = as_array(q_offset, "q_offset", sequence=True, meta=meta)
+            offset_array = as_array(q_offset, "q_offset", sequence=True, meta=meta, device=device)
+            if offset_array.ndim == 0:  # one for all
+                batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+                offset_array = offset_array.expand(batch)
         if causal is True or causal is False:
             s.causal = causal
         elif isinstance(causal, str) and causal == "top_left":
@@ -272,8 +308,8 @@ class Call:
         s.chunk = integer(chunk, "chunk")
         s.softmax_scale = None if softmax_scale is None else real(softmax_scale, "softmax_scale")
         s.softcap = real(softcap, "softcap")
-        s.max_seqlen_q = 0 if max_seqlen_q is None else integer(max_seqlen_q, "max_seqlen_q")
-        s.max_seqlen_kv = 0 if max_seqlen_kv is None else integer(max_seqlen_kv, "max_seqlen_kv")
+        s.max_seqlen_q = 0 if max_seqlen_q is None else _hint(max_seqlen_q, "max_seqlen_q")
+        s.max_seqlen_kv = 0 if max_seqlen_kv is None else _hint(max_seqlen_kv, "max_seqlen_kv")
         s.dropout_p = real(dropout_p, "dropout_p")
         s.deterministic = flag(deterministic, "deterministic")
         if tensor and not s.deterministic:
@@ -284,21 +320,27 @@ class Call:
             refuse_type("backend", repr(backend), "None (the best) or the name of an implementation")
         s.backend = backend or ""
         if seed is not None:
-            check_seed(seed)
+            seed = check_seed(seed, device)
 
         arrays: list[Array | None] = [
             q,
             k,
             v,
-            None if bias is None else as_array(bias, "bias", meta=meta),
-            None if alibi_slopes is None else as_array(alibi_slopes, "alibi_slopes", sequence=True, meta=meta),
-            None if sinks is None else as_array(sinks, "sinks", sequence=True, meta=meta),
+            None if bias is None else as_array(bias, "bias", meta=meta, device=device),
+            None
+            if alibi_slopes is None
+            else as_array(alibi_slopes, "alibi_slopes", sequence=True, meta=meta, device=device),
+            None if sinks is None else as_array(sinks, "sinks", sequence=True, meta=meta, device=device),
             offset_array,
-            None if cu_seqlens_q is None else as_array(cu_seqlens_q, "cu_seqlens_q", sequence=True, meta=meta),
-            None if cu_seqlens_kv is None else as_array(cu_seqlens_kv, "cu_seqlens_kv", sequence=True, meta=meta),
-            None if seqused_q is None else as_array(seqused_q, "seqused_q", sequence=True, meta=meta),
-            None if seqused_kv is None else as_array(seqused_kv, "seqused_kv", sequence=True, meta=meta),
-            None if leftpad_kv is None else as_array(leftpad_kv, "leftpad_kv", sequence=True, meta=meta),
+            None
+            if cu_seqlens_q is None
+            else as_array(cu_seqlens_q, "cu_seqlens_q", sequence=True, meta=meta, device=device),
+            None
+            if cu_seqlens_kv is None
+            else as_array(cu_seqlens_kv, "cu_seqlens_kv", sequence=True, meta=meta, device=device),
+            None if seqused_q is None else as_array(seqused_q, "seqused_q", sequence=True, meta=meta, device=device),
+            None if seqused_kv is None else as_array(seqused_kv, "seqused_kv", sequence=True, meta=meta, device=device),
+            None if leftpad_kv is None else as_array(leftpad_kv, "leftpad_kv", sequence=True, meta=meta, device=device),
         ]
 
         s.mask = s.score_mod = ""
@@ -310,13 +352,17 @@ class Call:
             s.mask = resolved.text
             s.scalars = tuple(resolved.scalars)
             s.array_names = tuple(resolved.names)
+            if device is not None or not resolved.on_host:
+                for name, array in zip(resolved.names, resolved.arrays, strict=True):
+                    check_place(array, name, device)
             arrays.extend(resolved.arrays)
         if score_mod is not None:
             function = score_mod if isinstance(score_mod, Function) else Function("score_mod", score_mod, {})
             if function.role != "score_mod":
                 refuse_type("score_mod", "a mask_mod", "a score_mod, f(x, b, h, i, j, s) -> x")
             first, first_scalar = len(s.array_names), len(s.scalars)
-            s.score_mod = function.text(
+            text = function.traceable_text if tensor and compiling() else function.text
+            s.score_mod = text(
                 tuple(range(first, first + len(function.arrays))),
                 tuple(range(first_scalar, first_scalar + len(function.scalars))),
             )
@@ -324,12 +370,16 @@ class Call:
             s.first_mod_array = first
             s.mod_names = tuple([name for name, _ in function.arrays])
             s.array_names += tuple([f"score_mod's {name}" for name in s.mod_names])
+            if device is not None or not function.on_host:
+                for name, array in function.arrays:
+                    check_place(array, f"score_mod's {name}", device)
             arrays.extend([array for _, array in function.arrays])
         self.settings = s
         self.arrays = arrays
+        self.device = device
         self.seed = seed
 
-    def problem(self, rng: tuple[int, int] = (0, 0), *, data: bool = True) -> _ext.Problem:
+    def problem(self, rng: Rng = (0, 0), *, data: bool = True) -> _ext.Problem:
         return self.settings.problem(self.arrays, rng, data=data)
 
 
@@ -349,11 +399,24 @@ def renamed(settings: Settings, error: InvalidArgumentError) -> NoReturn:
 # ------------------------------------------------------------------------------------------------- small kinds
 
 
+def _hint(value: Any, argument: str) -> int:
+    """A length that is not needed; 0 = not known."""
+    return 0 if type(value) is not int and stays(value) else integer(value, argument)
+
+
+def _refuse_unread(value: Any, argument: str, kind: str) -> None:
+    if stays(value):
+        refuse_type(
+            argument, f"a tensor on device {value.device}", kind, "x.item() reads it, and waits for the device."
+        )
+
+
 def integer(value: Any, argument: str) -> int:
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
     if isinstance(value, (bool, np.bool_)):
         refuse_type(argument, repr(value), "an integer")
+    _refuse_unread(value, argument, "an integer")
     try:
         number = operator.index(value)
     except TypeError:
@@ -368,6 +431,7 @@ def real(value: Any, argument: str) -> float:
         return value
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
+    _refuse_unread(value, argument, "a number")
     if (isinstance(value, np.ndarray) or is_torch(value)) and value.ndim == 0:
         if getattr(value, "requires_grad", False):
             refuse(
@@ -388,8 +452,8 @@ def flag(value: Any, argument: str) -> bool:
     return refuse_type(argument, repr(value), "True or False")
 
 
-def check_seed(seed: Any) -> tuple[int, int]:
-    """(seed, offset) of an int, or of an int64 array or tensor of two."""
+def check_seed(seed: Any, device: Device = None) -> Rng:
+    """(seed, offset) of an int, or of an int64 array or tensor of two. A tensor on a GPU stays there."""
     if isinstance(seed, (bool, np.bool_)):
         refuse_type("seed", repr(seed), "None, an int, or int64[2] (seed, offset)")
     if isinstance(seed, numbers.Integral):
@@ -398,9 +462,12 @@ def check_seed(seed: Any) -> tuple[int, int]:
             refuse("seed", number, "64 bits")
         return (number if number < 2**63 else number - 2**64, 0)
     if isinstance(seed, np.ndarray) or is_torch(seed):
-        array = as_array(seed, "seed")
+        array = as_array(seed, "seed", meta=True, device=ANYWHERE)
         if tuple(array.shape) != (2,) or "int" not in str(array.dtype):
             refuse("seed", f"{array.dtype} {list(array.shape)}", "None, an int, or int64[2] (seed, offset)")
+        if stays(array):
+            check_place(array, "seed", device)
+            return array.long()
         return int(array[0]), int(array[1])
     if isinstance(seed, (tuple, list)) and len(seed) == 2:
         return integer(seed[0], "seed"), integer(seed[1], "seed offset")

@@ -12,10 +12,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ._arrays import Array, as_array, is_float
+from ._arrays import ANYWHERE, Array, as_array, empty_in_order, is_float
 from ._attention import checked_out, merge_arrays, rng_of, run_backward, run_forward
 from ._errors import UnsupportedError, refuse
-from ._problem import ARRAYS, BIAS, SINKS, SLOPES, Call, K, Q, Settings, V
+from ._problem import ARRAYS, BIAS, SINKS, SLOPES, Call, K, Q, Rng, Settings, V
 
 _SECOND_ORDER: Final = (
     "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. "
@@ -26,10 +26,11 @@ _SECOND_ORDER: Final = (
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k, v in the dtype that an enclosing torch.autocast("cpu") asks for; float64 stays, as in torch's own ops."""
-    if not torch.is_autocast_enabled("cpu"):
+    """q, k, v in the dtype that an enclosing torch.autocast asks for; float64 stays, as in torch's own ops."""
+    kind = q.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return q, k, v
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(kind)
     narrow = (torch.float32, torch.float16, torch.bfloat16)
     cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in narrow else x for x in (q, k, v)]
     return cast[0], cast[1], cast[2]
@@ -79,17 +80,18 @@ def _differentiable_places(settings: Settings, arrays: Sequence[Array | None]) -
     return places
 
 
-def _forward(settings: Settings, rng: tuple[int, int], arrays: Sequence[Any]) -> tuple[Any, Any]:
+def _forward(settings: Settings, rng: Rng, arrays: Sequence[Any]) -> tuple[Any, Any]:
     o, lse = run_forward(settings, arrays, rng, True)
     if lse is None:  # only for inputs of a wrong rank, which run_forward refuses
         raise AssertionError("no lse")
     return o, lse
 
 
-def _save(ctx: Any, settings: Settings, rng: tuple[int, int], arrays: Sequence[Any], output: tuple[Any, Any]) -> None:
-    ctx.settings, ctx.rng = settings, rng
+def _save(ctx: Any, settings: Settings, rng: Rng, arrays: Sequence[Any], output: tuple[Any, Any]) -> None:
+    ctx.settings = settings
     # Tensors go through save_for_backward, even those without a gradient: it notices when one was changed in between,
     # and lets hooks move them (offloading) or make them anew (checkpoints). The rest is kept as it is.
+    arrays = [*arrays, rng]
     ctx.places = [place for place, array in enumerate(arrays) if isinstance(array, torch.Tensor)]
     ctx.others = [None if isinstance(array, torch.Tensor) else array for array in arrays]
     ctx.save_for_backward(*[arrays[place] for place in ctx.places], *output)
@@ -102,13 +104,14 @@ def _pull_back(ctx: Any, do: Any, dlse: Any, gradients_of: Any) -> tuple[Any, ..
     arrays = list(ctx.others)
     for place, tensor in zip(ctx.places, tensors, strict=True):
         arrays[place] = tensor
+    rng = arrays.pop()
     result: list[Any] = [None] * (2 + len(arrays))
     places = _differentiable_places(ctx.settings, arrays)
     wanted = tuple([place for place in places if ctx.needs_input_grad[2 + place]])
     if wanted and (do is not None or dlse is not None):
         if do is None:
             do = o.new_zeros(()).expand(o.shape)
-        gradients = gradients_of(ctx.settings, ctx.rng, wanted, do, o, lse, dlse, *arrays)
+        gradients = gradients_of(ctx.settings, rng, wanted, do, o, lse, dlse, *arrays)
         for place, gradient in zip(wanted, gradients, strict=True):
             result[2 + place] = gradient
     return tuple(result)
@@ -116,7 +119,7 @@ def _pull_back(ctx: Any, do: Any, dlse: Any, gradients_of: Any) -> tuple[Any, ..
 
 def _backward(
     settings: Settings,
-    rng: tuple[int, int],
+    rng: Rng,
     wanted: tuple[int, ...],
     do: Any,
     o: Any,
@@ -132,14 +135,14 @@ def _backward(
 
 def _readable(gradient: Any, name: str) -> Any:
     # Lazy zeros of autograd have no memory to read.
-    return as_array(gradient.clone() if gradient._is_zerotensor() else gradient, name)
+    return as_array(gradient.clone() if gradient._is_zerotensor() else gradient, name, device=ANYWHERE)
 
 
 class _Forward(torch.autograd.Function):
     """(settings, rng, *arrays) -> (o, lse)."""
 
     @staticmethod
-    def forward(ctx: Any, settings: Settings, rng: tuple[int, int], *arrays: Any) -> tuple[Any, Any]:
+    def forward(ctx: Any, settings: Settings, rng: Rng, *arrays: Any) -> tuple[Any, Any]:
         output = _forward(settings, rng, arrays)
         _save(ctx, settings, rng, arrays, output)
         return output
@@ -167,7 +170,7 @@ class _Backward(torch.autograd.Function):
 
 class _TransformedForward(torch.autograd.Function):
     @staticmethod
-    def forward(settings: Settings, rng: tuple[int, int], *arrays: Any) -> tuple[Any, Any]:
+    def forward(settings: Settings, rng: Rng, *arrays: Any) -> tuple[Any, Any]:
         return _forward(settings, rng, arrays)
 
     @staticmethod
@@ -183,7 +186,7 @@ class _TransformedForward(torch.autograd.Function):
         raise UnsupportedError("forward-mode derivatives: " + _SECOND_ORDER)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: tuple[int, int], *arrays: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: Rng, *arrays: Any) -> Any:
         apply = _TransformedForward.apply
         size, dims = info.batch_size, in_dims[2:]
         folded = _fold(size, dims, settings, arrays)
@@ -246,7 +249,38 @@ def merge(parts: list[Any], lses: list[Any], order: tuple[int, ...]) -> tuple[An
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*parts, *lses)):
         o, lse = _Merge.apply(order, *parts, *lses)
         return o, lse
-    return merge_arrays(parts, lses, order)
+    return _merged(parts, lses, order)
+
+
+def _merged(parts: Sequence[Any], lses: Sequence[Any], order: tuple[int, ...]) -> tuple[Any, Any]:
+    if parts[0].device.type == "cpu" and not torch.compiler.is_compiling():
+        return merge_arrays(parts, lses, order)
+    return _merge_in_torch(parts, lses, order)
+
+
+def _merge_in_torch(parts: Sequence[Any], lses: Sequence[Any], order: tuple[int, ...]) -> tuple[Any, Any]:
+    """The same as merge_arrays in torch's operations, in the dtype of lse, one part after the other."""
+    dtype = torch.promote_types(lses[0].dtype, torch.float32)
+    back = tuple(np.argsort(order[:-1]).tolist())  # from the axes of lse to those of o
+    wide = [lse.to(dtype) for lse in lses]
+    largest = wide[0]
+    for lse in wide[1:]:
+        largest = torch.maximum(largest, lse)
+    # Rows that no part has keys for: exp(-inf - 0) = 0, where -inf - -inf would be NaN.
+    shift = torch.where(torch.isneginf(largest), 0.0, largest)
+    weights = [torch.exp(lse - shift) for lse in wide]
+    total = weights[0]
+    for weight in weights[1:]:
+        total = total + weight
+    merged = None
+    for part, lse, weight in zip(parts, wide, weights, strict=True):
+        share = (weight / total).permute(back).unsqueeze(-1)
+        # Selected, since a part without keys may hold anything.
+        term = torch.where(torch.isneginf(lse).permute(back).unsqueeze(-1), 0.0, share * part.to(dtype))
+        merged = term if merged is None else merged + term
+    o = empty_in_order(parts[0], tuple(parts[0].shape))
+    o.copy_(merged)
+    return o, shift + torch.log(total)
 
 
 class _Merge(torch.autograd.Function):
@@ -255,7 +289,7 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, order: tuple[int, ...], *tensors: Any) -> tuple[Any, Any]:
         count = len(tensors) // 2
-        o, lse = merge_arrays(tensors[:count], tensors[count:], order)
+        o, lse = _merged(tensors[:count], tensors[count:], order)
         ctx.order = order
         ctx.save_for_backward(*tensors, o, lse)
         return o, lse

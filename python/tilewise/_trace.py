@@ -13,13 +13,14 @@ import inspect
 import math
 import numbers
 import operator
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from ._arrays import Array, as_array, is_torch
+from ._arrays import ANYWHERE, Array, as_array, is_torch
 from ._errors import ArgumentTypeError, InvalidArgumentError, TraceError, message
 
 # Kinds of a traced value, ordered: they widen silently from left to right.
@@ -292,7 +293,8 @@ def as_node(value: Any) -> Node:
             raise TraceError(message("constant", "NaN", "numbers, inf and -inf"))
         return Node(repr(value), (), REAL)
     if isinstance(value, np.ndarray) or is_torch(value):
-        if value.ndim == 0 and not getattr(value, "requires_grad", False):
+        on_host = isinstance(value, np.ndarray) or value.device.type == "cpu"  # reading another would wait for the GPU
+        if value.ndim == 0 and on_host and not getattr(value, "requires_grad", False):
             return as_node(value.item())
         raise TraceError(_CAPTURE)
     raise TraceError(
@@ -409,8 +411,8 @@ def _foreign(library: str, name: str, args: Sequence[Any], options: Mapping[str,
 # -------------------------------------------------------------------------------------------------- rendering
 
 
-def render(root: Node, arrays: Sequence[int] | None = None, scalars: Sequence[int] | None = None) -> str:
-    """The text of `root`; reference n of an array becomes "@" + arrays[n], of a scalar "$" + scalars[n]."""
+def render(root: Node) -> str:
+    """The text of `root`, with its references as they are numbered: "@n" an array, "$n" a scalar."""
     known: dict[int, str] = {}
 
     # Depth first with a stack of its own: a long chain of operators must give the C++ side's error about nesting, not
@@ -435,13 +437,9 @@ def render(root: Node, arrays: Sequence[int] | None = None, scalars: Sequence[in
             )
         reference = node.ref
         if node.op == "$":
-            assert reference is not None
-            number = reference if scalars is None else scalars[reference]
-            text = f"${number}i" if node.kind == INTEGER else f"${number}"
+            text = f"${reference}i" if node.kind == INTEGER else f"${reference}"
         elif node.op == "gather":
-            assert reference is not None
-            number = reference if arrays is None else arrays[reference]
-            text = f"gather(@{number},{','.join(parts)})"
+            text = f"gather(@{reference},{','.join(parts)})"
         else:
             text = f"{node.op}({','.join(parts)})" if parts else node.op
         known[id(node)] = text
@@ -454,10 +452,11 @@ def render(root: Node, arrays: Sequence[int] | None = None, scalars: Sequence[in
 class _Expression:
     """What tracing leaves: the tree and the names it reads, without the arrays themselves. Shared through the cache."""
 
-    __slots__ = ("arrays", "root", "scalars", "texts")
+    __slots__ = ("arrays", "pieces", "root", "scalars", "texts")
 
     def __init__(self, root: Node, arrays: tuple[str, ...], scalars: tuple[str, ...]) -> None:
         self.root = root
+        self.pieces = tuple(re.split(r"([@$]\d+)", render(root)))  # references apart from the text between them
         self.arrays = arrays
         self.scalars = scalars
         self.texts: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {}
@@ -470,7 +469,7 @@ class Function:
     in the order of first use.
     """
 
-    __slots__ = ("arrays", "expression", "role", "scalars")
+    __slots__ = ("arrays", "expression", "on_host", "role", "scalars")
 
     def __init__(self, role: str, function: Callable[..., Any], captured: Mapping[str, Any]) -> None:
         values: dict[str, Any] = {}
@@ -481,13 +480,25 @@ class Function:
         self.expression = _trace(role, function, facts)
         self.arrays: tuple[tuple[str, Array], ...] = tuple((name, values[name]) for name in self.expression.arrays)
         self.scalars: tuple[float, ...] = tuple(float(values[name]) for name in self.expression.scalars)
+        self.on_host = not any(is_torch(array) and array.device.type != "cpu" for _, array in self.arrays)
 
     def text(self, arrays: tuple[int, ...], scalars: tuple[int, ...]) -> str:
         """The text with its arrays and scalars numbered as given."""
         texts = self.expression.texts
         text = texts.get((arrays, scalars))
         if text is None:
-            text = texts[arrays, scalars] = render(self.expression.root, arrays, scalars)
+            text = texts[arrays, scalars] = self.traceable_text(arrays, scalars)
+        return text
+
+    def traceable_text(self, arrays: tuple[int, ...], scalars: tuple[int, ...]) -> str:
+        """The same from constants alone, without the cache: torch.compile runs it at compile time."""
+        text = ""
+        for piece in self.expression.pieces:
+            if piece.startswith("@"):
+                piece = f"@{arrays[int(piece[1:])]}"
+            elif piece.startswith("$"):
+                piece = f"${scalars[int(piece[1:])]}"
+            text += piece
         return text
 
     def __str__(self) -> str:
@@ -516,7 +527,7 @@ def _classify(role: str, name: str, value: Any) -> tuple[Any, tuple[str, int, in
         return float(value), ("scalar", 0, REAL)
     if isinstance(value, Node):
         raise TraceError(f"captured {name}: got a traced value; capture numbers and arrays, from outside the function.")
-    array = as_array(value, f"captured {name}", sequence=True)
+    array = as_array(value, f"captured {name}", sequence=True, meta=True, device=ANYWHERE)
     rank = array.ndim
     if rank == 0:
         array = array.reshape(1)
@@ -612,7 +623,6 @@ def _trace(role: str, function: Callable[..., Any], captured: Mapping[str, tuple
             message(role, f"{_KIND_NAMES[root.kind]} as the result", "a bool (true = visible)", "Compare it: r != 0.")
         )
     expression = _Expression(root, tuple(state._arrays), tuple(state._scalars))
-    render(root)  # refuses text that is too long, here rather than in the call
     if key is not None:
         if len(_cache) >= _CACHE_SIZE:
             _cache.clear()

@@ -2,8 +2,9 @@
 
 A mask never becomes a seqlen_q x seqlen_kv array (unless it was given as one): the kernels skip whole tiles that it
 hides, from summaries of its arrays made in one pass. Every positional rule uses the position t = i + q_offset of query
-i; key j has position j. Arrays may be NumPy arrays or torch CPU tensors of any integer dtype (or bool where a truth
-value is meant), with any strides; a heads axis may be 1, num_heads_kv or num_heads_q long.
+i; key j has position j. Arrays may be NumPy arrays or torch tensors (on the device of q) of any integer dtype (or bool
+where a truth value is meant), with any strides; a heads axis may be 1, num_heads_kv or num_heads_q long. No value is
+read on the host.
 
 The same mask object can be used in many calls; its arrays are read anew in every call.
 """
@@ -16,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ._arrays import Array, as_array, is_float, is_torch
+from ._arrays import ANYWHERE, Array, as_array, compiling, is_float, is_torch, stays
 from ._errors import refuse, refuse_type
 from ._trace import Function
 
@@ -29,10 +30,11 @@ __all__ = [
 class Resolved:
     """A mask as the C ABI takes it: text, arrays "@k" with the names for messages, scalars "$k"."""
 
-    __slots__ = ("arrays", "names", "scalars", "text")
+    __slots__ = ("arrays", "names", "on_host", "scalars", "text")
 
     def __init__(self) -> None:
         self.text = ""
+        self.on_host = True  # all arrays
         self.arrays: list[Array] = []
         self.names: list[str] = []
         self.scalars: list[float] = []
@@ -44,6 +46,8 @@ class Resolved:
                 return n
         self.arrays.append(array)
         self.names.append(name)
+        if is_torch(array) and array.device.type != "cpu":
+            self.on_host = False
         return len(self.arrays) - 1
 
 
@@ -94,11 +98,13 @@ class Mask:
 
     def resolve(self) -> Resolved:
         """Text and arrays; made at the first use and kept."""
-        if self._resolved is None:
-            resolved = Resolved()
-            resolved.text = self._emit(resolved)
+        if self._resolved is not None:
+            return self._resolved
+        resolved = Resolved()
+        resolved.text = self._emit(resolved)
+        if not compiling():  # a traced tensor is nothing to keep
             self._resolved = resolved
-        return self._resolved
+        return resolved
 
     def _emit(self, resolved: Resolved) -> str:
         raise NotImplementedError
@@ -151,7 +157,7 @@ class _Mod(Mask):
         arrays = tuple([resolved.array(f"mask_mod's {name}", array) for name, array in function.arrays])
         first = len(resolved.scalars)
         resolved.scalars.extend(function.scalars)
-        return f"mod({function.text(arrays, tuple(range(first, len(resolved.scalars))))})"
+        return f"mod({function.traceable_text(arrays, tuple(range(first, len(resolved.scalars))))})"
 
 
 def as_mask(value: Any, argument: str = "mask") -> Mask:
@@ -170,6 +176,10 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
 
 
 def _int(value: Any, argument: str) -> int:
+    if stays(value):
+        refuse_type(
+            argument, f"a tensor on device {value.device}", "an int", "int(x) reads it, and waits for the device."
+        )
     try:
         return operator.index(value)
     except TypeError:
@@ -178,7 +188,7 @@ def _int(value: Any, argument: str) -> int:
 
 def _ints(value: Any, argument: str) -> tuple[str, Array]:
     """An array of integers or bools, with its name for messages."""
-    array = as_array(value, argument, sequence=True)
+    array = as_array(value, argument, sequence=True, meta=True, device=ANYWHERE)
     if is_float(array):
         refuse(argument, f"dtype {array.dtype}", "integers or bool")
     return argument, array
@@ -220,7 +230,7 @@ def prefix(length: Any) -> Mask:
     length: int, or integer [batch] or [batch, heads]. Contains causal, so it is refused together with causal=True.
     """
     if isinstance(length, (list, tuple, np.ndarray)) or is_torch(length):
-        if not isinstance(length, (list, tuple)) and length.ndim == 0:
+        if not isinstance(length, (list, tuple)) and length.ndim == 0 and not stays(length):
             return _Kind("prefix", _int(length, "prefix"))
         return _Kind("prefix", _ints(length, "prefix"))
     return _Kind("prefix", _int(length, "prefix"))
@@ -265,7 +275,7 @@ def blocks(map: Any, block_q: int, block_kv: int) -> Mask:
 
 def dense(array: Any) -> Mask:
     """True = visible. bool or integer, anything that broadcasts to [batch, heads, seqlen_q, seqlen_kv]."""
-    array = as_array(array, "mask")
+    array = as_array(array, "mask", meta=True, device=ANYWHERE)
     if is_float(array):
         refuse(
             "mask",

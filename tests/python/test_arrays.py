@@ -191,16 +191,44 @@ class TestTorch:
         with FakeTensorMode(), pytest.raises(tilewise.InvalidArgumentError, match="FakeTensor"):
             run(self.torch.zeros(1, 5, 2, 8), self.torch.zeros(1, 6, 2, 8), self.torch.zeros(1, 6, 2, 8))
 
-    def test_other_devices_name_the_device(self):
+    def test_all_arrays_of_a_call_are_on_one_device(self):
         # No such device is needed to refuse it: a tensor that says so will do.
         class Elsewhere(self.torch.Tensor):
             device = self.torch.device("cuda:1")
 
-        far = self.q.as_subclass(Elsewhere)
-        with pytest.raises(tilewise.UnsupportedError, match=r"q: .*cuda:1.*cpu"):
-            run(far, self.k, self.k)
-        ok, reasons = tilewise.supports(far, self.k, self.k)
+        class Strange(self.torch.Tensor):
+            device = self.torch.device("xpu:0")
+
+        q, k = self.q, self.k
+        far_q, far_k = q.as_subclass(Elsewhere), k.as_subclass(Elsewhere)
+        with pytest.raises(tilewise.InvalidArgumentError, match=r"k: .*device cpu; .*cuda:1, that of q.*x.to\("):
+            run(far_q, k, k)
+        ok, reasons = tilewise.supports(far_q, k, k)
         assert not ok and "cuda:1" in reasons[0]
+        with pytest.raises(tilewise.InvalidArgumentError, match=r"v: .*device cuda:1; .*cpu, that of q"):
+            run(q, k, far_k)
+        mask = tilewise.masks.key_padding(self.torch.ones(1, 6, dtype=self.torch.bool))
+        for name, options in {
+            "sinks": {"sinks": self.torch.zeros(2)},
+            "seqused_kv": {"seqused_kv": np.array([6])},
+            "bias": {"bias": np.zeros((5, 6), np.float32)},
+            "key_padding": {"mask": mask},
+            "score_mod's t": {"score_mod": tilewise.score_mod(lambda x, b, h, i, j, s: x + s.t[j], t=np.zeros(6))},
+            "out": {"out": self.torch.zeros(1, 5, 2, 8)},
+        }.items():
+            with pytest.raises(tilewise.InvalidArgumentError, match=rf"{name}: got .*cuda:1, that of q"):
+                run(far_q, far_k, far_k, **options)
+        far_mask = tilewise.masks.key_padding(self.torch.ones(1, 6, dtype=self.torch.bool).as_subclass(Elsewhere))
+        for mask in (far_mask, far_mask & tilewise.masks.causal()):
+            with pytest.raises(tilewise.InvalidArgumentError, match=r"key_padding: .*cuda:1; .*device cpu, that of q"):
+                run(q, k, k, mask=mask)
+        with pytest.raises(tilewise.InvalidArgumentError, match=r"seed: .*cuda:1; .*device cpu"):
+            run(q, k, k, dropout_p=0.1, seed=self.torch.zeros(2, dtype=self.torch.int64).as_subclass(Elsewhere))
+        with pytest.raises(tilewise.UnsupportedError, match=r"q: .*xpu:0; .*cpu or cuda"):
+            run(q.as_subclass(Strange), k, k)
+        for name in ("softmax_scale", "chunk"):
+            with pytest.raises(tilewise.ArgumentTypeError, match=rf"{name}: .*cuda:1.*waits"):
+                run(q, k, k, **{name: self.torch.ones(()).as_subclass(Elsewhere)})
 
     def test_layouts(self):
         with pytest.raises(tilewise.InvalidArgumentError, match="sparse"):
