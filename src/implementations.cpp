@@ -6,11 +6,15 @@
 #include "cpu/isa.hpp"
 #include "cpu/parallel.hpp"
 #include "cpu/reference.hpp"
+#include "cuda/device.hpp"
+#include "cuda/simt.hpp"
 
 namespace tilewise::core {
 
 std::span<const Implementation* const> implementations() {
     static constexpr const Implementation* kList[] = {
+        &cuda::kFwdSimt,
+        &cuda::kBwdSimt,
         &cpu::kCpuTiled,
         &cpu::kReference,
     };
@@ -32,8 +36,11 @@ std::string backend_facts() {
            "\n";
 }
 
-DeviceMemory allocate(Device device, size_t bytes, void*) {
-    if (device.is_cuda()) throw Error(Status::unsupported, "this build has no CUDA");
+DeviceMemory allocate(Device device, size_t bytes, void* stream) {
+    if (device.is_cuda()) {
+        return {cuda::allocate(device.index, bytes, stream),
+                [](Device on, void* memory, void* of) { cuda::release(on.index, memory, of); }};
+    }
     void* const data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (data == nullptr) {
         throw Error(Status::out_of_memory, "workspace: " + std::to_string(bytes) +

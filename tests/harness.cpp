@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "cpu/isa.hpp"
+#include "cuda/device.hpp"
 #include "standard.hpp"
 
 namespace tilewise::test {
@@ -432,11 +433,64 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     wide_dlse_.view() = dlse_.view(), widen(wide_dlse_.view());
 }
 
+namespace {
+
+bool on_gpu(const std::string& implementation) { return implementation == "simt"; }
+
+// Copies of host memory on GPU 0, at addresses that keep every offset.
+class Mirror {
+public:
+    Mirror() = default;
+    ~Mirror() {
+        for (const Block& block : blocks_) cuda::release(0, block.device, nullptr);
+    }
+    Mirror(const Mirror&) = delete;
+    Mirror& operator=(const Mirror&) = delete;
+
+    void add(std::span<std::byte> host) {
+        if (host.empty()) return;
+        Block block{host, static_cast<std::byte*>(cuda::allocate(0, host.size(), nullptr))};
+        blocks_.push_back(block);
+        cuda::copy_to_device(block.device, host.data(), host.size(), nullptr);
+    }
+    void* translate(void* pointer) const {
+        auto* const at = static_cast<std::byte*>(pointer);
+        for (const Block& block : blocks_) {
+            if (at >= block.host.data() && at <= block.host.data() + block.host.size())
+                return block.device + (at - block.host.data());
+        }
+        return pointer;
+    }
+    tilewise_tensor translate(tilewise_tensor tensor) const {
+        tensor.data = translate(tensor.data);
+        return tensor;
+    }
+    void copy_back(std::span<std::byte> host) const {
+        if (!host.empty()) cuda::copy_to_host(host.data(), translate(host.data()), host.size(), nullptr);
+    }
+
+private:
+    struct Block {
+        std::span<std::byte> host;
+        std::byte* device;
+    };
+    std::vector<Block> blocks_;
+};
+
+}  // namespace
+
+std::vector<std::string> available_implementations() {
+    std::vector<std::string> names{"cpu_tiled"};
+    if (cuda::available()) names.emplace_back("simt");
+    return names;
+}
+
 Case::Results Case::run(const std::string& implementation, bool wide) {
     tilewise_problem raw = wide ? wide_raw_ : raw_;
     backend_ = implementation;
     const bool standard = implementation == "standard";
     raw.backend = standard ? "" : backend_.c_str();
+    if (on_gpu(implementation)) raw.backend = "cpu_tiled";  // for the shapes below; run_on_gpu asks for the other
     const core::Problem p = core::make_problem(raw);
     Results results;
     std::mt19937_64 layout_generator(7);
@@ -485,7 +539,9 @@ Case::Results Case::run(const std::string& implementation, bool wide) {
         auto address = reinterpret_cast<uintptr_t>(memory.data());
         return core::Workspace{memory.data() + (64 - address % 64) % 64, bytes};
     };
-    if (standard) {
+    if (on_gpu(implementation)) {
+        run_on_gpu(raw, forward_args, args, results);
+    } else if (standard) {
         standard_forward(p, core::make_forward_args(p, raw, forward_args));
         standard_backward(p, core::make_backward_args(p, raw, args));
     } else {
@@ -497,6 +553,68 @@ Case::Results Case::run(const std::string& implementation, bool wide) {
                                         workspace(choice.implementation->workspace_bytes(p, core::Pass::backward)));
     }
     return results;
+}
+
+void Case::run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, tilewise_backward_args args,
+                      Results& results) {
+    const cuda::DeviceGuard guard(0);
+    Mirror mirror;
+    for (Buffer& buffer : buffers_) mirror.add(buffer.memory());
+    for (Buffer& output : results.outputs) mirror.add(output.memory());
+    raw.device_type = TILEWISE_CUDA;
+    raw.backend = backend_.c_str();
+    for (tilewise_tensor* tensor : {&raw.q,
+                                    &raw.k,
+                                    &raw.v,
+                                    &raw.bias,
+                                    &raw.alibi_slopes,
+                                    &raw.sinks,
+                                    &raw.cu_seqlens_q,
+                                    &raw.cu_seqlens_kv,
+                                    &raw.seqused_q,
+                                    &raw.seqused_kv,
+                                    &raw.leftpad_kv,
+                                    &raw.q_offset,
+                                    &forward_args.o,
+                                    &forward_args.lse,
+                                    &args.d_o,
+                                    &args.o,
+                                    &args.lse,
+                                    &args.dlse,
+                                    &args.dq,
+                                    &args.dk,
+                                    &args.dv,
+                                    &args.dbias,
+                                    &args.dalibi_slopes,
+                                    &args.dsinks}) {
+        *tensor = mirror.translate(*tensor);
+    }
+    std::vector<tilewise_tensor> arrays, darrays;
+    for (int n = 0; n < raw.num_arrays; ++n) {
+        arrays.push_back(mirror.translate(raw.arrays[n]));
+        darrays.push_back(mirror.translate(args.darrays[n]));
+    }
+    raw.arrays = arrays.data(), args.darrays = darrays.data();
+    const core::Problem p = core::make_problem(raw);
+    const auto run = [&](core::Pass pass, const auto& go) {
+        const core::Choice choice = core::choose(p, pass);
+        if (!choice.implementation) throw core::Error(core::Status::unsupported, choice.refusals.at(0).reason);
+        const size_t bytes = choice.implementation->workspace_bytes(p, pass);
+        std::vector<std::byte> poison(bytes, std::byte{0xff});
+        Mirror workspace;
+        workspace.add(poison);
+        go(*choice.implementation,
+           core::Workspace{bytes ? workspace.translate(poison.data()) : nullptr, bytes, nullptr});
+        cuda::synchronize(nullptr);
+    };
+    run(core::Pass::forward, [&](const core::Implementation& implementation, core::Workspace workspace) {
+        implementation.forward(p, core::make_forward_args(p, raw, forward_args), workspace);
+    });
+    run(core::Pass::backward, [&](const core::Implementation& implementation, core::Workspace workspace) {
+        implementation.backward(p, core::make_backward_args(p, raw, args), workspace);
+    });
+    for (Buffer& output : results.outputs) mirror.copy_back(output.memory());
+    cuda::synchronize(nullptr);
 }
 
 std::string Case::check(const std::string& implementation) {

@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ public:
     void poison();                                 // every byte of the memory, elements and margins
     [[nodiscard]] bool margins_intact() const;     // nothing but elements was written since poison()
     [[nodiscard]] Buffer copy(DType dtype) const;  // dense, same values
+    [[nodiscard]] std::span<std::byte> memory() { return memory_; }
 
 private:
     [[nodiscard]] int64_t offset(int64_t n) const;
@@ -57,7 +59,8 @@ public:
     Case(const Case&) = delete;
     Case& operator=(const Case&) = delete;
 
-    // Runs forward and backward with the implementation (or "standard") and compares. Returns "" or what went wrong.
+    // Runs forward and backward with the implementation ("simt" is fwd_simt and bwd_simt) or "standard" and compares.
+    // Returns "" or what went wrong. Implementations of a GPU get copies of everything in its memory.
     std::string check(const std::string& implementation);
     [[nodiscard]] std::string describe() const { return core::describe(problem()); }
     [[nodiscard]] core::Problem problem() const { return core::make_problem(raw_); }
@@ -81,6 +84,8 @@ private:
     std::mt19937_64 generator_;
     std::string backend_;
 
+    void run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, tilewise_backward_args args,
+                    Results& results);
     int64_t uniform(int64_t low, int64_t high);
     bool chance(double p);
     Buffer& random_float(DType dtype, std::vector<int64_t> shape, double spread, bool strided);
@@ -101,5 +106,7 @@ private:
 };
 
 std::vector<std::string> available_isas();
+// What check() takes on this machine: "cpu_tiled", and "simt" where there is a GPU (or a fake one).
+std::vector<std::string> available_implementations();
 
 }  // namespace tilewise::test

@@ -1,10 +1,20 @@
 #include "registry.hpp"
 
 #include <cstdio>
+#include <string_view>
 
 #include "env.hpp"
 
 namespace tilewise::core {
+
+namespace {
+
+// fwd_simt and bwd_simt are the two halves of one backend: a call names either, or "simt".
+std::string_view family(std::string_view name) {
+    return name.starts_with("fwd_") || name.starts_with("bwd_") ? name.substr(4) : name;
+}
+
+}  // namespace
 
 Choice choose(const Problem& problem, Pass pass) {
     Choice choice;
@@ -12,10 +22,11 @@ Choice choose(const Problem& problem, Pass pass) {
     std::string names;
     for (const Implementation* implementation : implementations()) {
         names += std::string(names.empty() ? "" : ", ") + implementation->name;
-        if (!problem.backend.empty() && problem.backend != implementation->name) continue;
+        if (!problem.backend.empty() && family(problem.backend) != family(implementation->name)) continue;
         known = true;
         std::string reason;
         if (implementation->device_type != problem.device.type) {
+            if (problem.backend.empty()) continue;  // goes without saying
             reason = std::string("works on ") + (implementation->device_type == TILEWISE_CPU ? "CPU" : "CUDA") +
                      " tensors; these are on " + describe(problem.device);
         } else {

@@ -1,5 +1,6 @@
 // tilewise_harness: the test harness as a command.
 //   test     random problems against the reference    cases=1000 seed=0 isa=avx2 dtype=float32 seqlen=150 dim=40
+//            impl=simt: one implementation, not all of this machine
 //   perf     time and GFLOP/s of every implementation  isa=… dtype=… seqlen=2048 dim=64 heads=2
 //   support  which random problems an implementation declines, and why   cases=1000
 #include <algorithm>
@@ -19,8 +20,8 @@ using test::DType;
 
 namespace {
 
-std::map<std::string, std::string> settings{{"cases", "300"},  {"seed", "0"}, {"isa", ""},   {"dtype", "float32"},
-                                            {"seqlen", "150"}, {"dim", "40"}, {"heads", "2"}};
+std::map<std::string, std::string> settings{{"cases", "300"},  {"seed", "0"}, {"isa", ""},    {"dtype", "float32"},
+                                            {"seqlen", "150"}, {"dim", "40"}, {"heads", "2"}, {"impl", ""}};
 int64_t number(const char* key) { return std::strtoll(settings[key].c_str(), nullptr, 10); }
 
 DType dtype() {
@@ -36,12 +37,12 @@ int run_test() {
     for (int64_t n = 0; n < cases; ++n) {
         const uint64_t seed = static_cast<uint64_t>(number("seed") + n);
         Case problem(seed, {dtype(), number("seqlen"), number("dim"), number("seqlen") > 400});
-        for (const core::Implementation* implementation : core::implementations()) {
-            if (std::string(implementation->name) == "reference") continue;
-            const std::string wrong = problem.check(implementation->name);
+        for (const std::string& implementation :
+             settings["impl"].empty() ? test::available_implementations() : std::vector{settings["impl"]}) {
+            const std::string wrong = problem.check(implementation);
             if (wrong.empty()) continue;
             ++failed;
-            std::printf("FAILED %s seed=%llu %s\n%s", implementation->name, static_cast<unsigned long long>(seed),
+            std::printf("FAILED %s seed=%llu %s\n%s", implementation.c_str(), static_cast<unsigned long long>(seed),
                         problem.describe().c_str(), wrong.c_str());
         }
         if ((n + 1) % 100 == 0 || n + 1 == cases)

@@ -1,0 +1,125 @@
+// What host and device agree on: the parameters of the kernels. Plain structs of 8-byte members; includes nothing.
+// Strides count elements; data = null means absent. Dtypes are the numbers of tilewise_dtype.
+#pragma once
+
+namespace tilewise::abi {
+
+using Int = long long;  // NVRTC brings no <cstdint>
+
+struct Tensor {  // q, k, v, o and their gradients: element (b, row, h, d)
+    void* data;
+    Int batch, row, head, dim;
+};
+
+struct Rows {  // lse and its like: element (b, h, row)
+    void* data;
+    Int batch, head, row;
+};
+
+struct Grid {  // bias and its gradient: element (b, h, i, j); broadcast axes have shape 1 and stride 0
+    void* data;
+    Int dtype;
+    Int shape[4], stride[4];
+};
+
+struct PerHead {  // slopes, sinks
+    void* data;
+    Int dtype;
+    Int batch, head;
+};
+
+struct Index {  // int32 or int64 [n]
+    const void* data;
+    Int stride, is_64_bit;
+};
+
+struct Array {  // read by expressions; dtype and rank are part of the spec
+    void* data;
+    Int shape[5], stride[5];
+};
+
+struct GatherSummary {  // what expr.cuh's summarise_block says of an array, block after block; null: nothing is known
+    const double* data;
+};
+
+// An array behind a mask kind: element (b, h, row, column), with broadcasting folded into the strides. A token array
+// has its tokens along `row`, and columns where a token has several numbers.
+struct MaskArray {
+    const void* data;
+    Int batch, head, row, column;
+    Int rows, columns;
+    Int queries_per_head;  // query heads that share an entry of the heads axis
+    // What is known about 64 neighbours at once (prepare.cu): blocks of plane b * plane_batch + h * plane_head.
+    Int* summary;
+    Int plane_batch, plane_head, planes;
+};
+
+// One sequence: query i in [0, q_len) is row q_row0 + i of q, key j in [0, kv_len) is row kv_row0 + j of k and v.
+struct Sequence {
+    Int q_row0, q_len;
+    Int kv_row0, kv_len;
+    Int kv_first_row;  // kv_row0 minus leftpad
+    Int q_offset;
+    Int q_tiles_before, kv_tiles_before;  // tiles of the sequences before this one
+};
+
+struct Problem {
+    Int batch, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v;
+    Int q_rows, kv_rows;
+    Int packed_q, packed_kv;
+    Int q_offset_mode, q_offset_value;  // tilewise_offset_mode
+    Index cu_q, cu_kv, used_q, used_kv, leftpad, q_offset;
+    Sequence* sequences;  // [batch + 1], made by prepare.cu; null: all sequences are q_rows by kv_rows long
+    Tensor q, k, v;
+    double softmax_scale, softcap;
+    Int window_left, window_right;  // causal is window_right = 0
+    Grid bias;
+    PerHead slopes, sinks;
+    double keep_inverse;  // 1 / keep_prob
+    Int dropout_threshold, seed, offset;
+    Index seed_offset;  // int64 [2] that replaces the two numbers
+};
+
+struct Forward {
+    Problem problem;
+    Tensor o;
+    Rows lse;
+};
+
+struct Backward {
+    Problem problem;
+    Tensor d_o, o;
+    Rows lse, dlse;
+    Tensor dq, dk, dv;
+    Grid dbias;
+    PerHead dslopes, dsinks;
+    Rows delta;  // workspace: sum of o * do, minus dlse
+    // Workspace [num_heads_q, q_tiles]: what each tile of queries adds to the gradients of slopes and sinks.
+    void *slope_partial, *sink_partial;
+    Int q_tiles;  // of all sequences; when lengths are in device memory, no fewer than there are
+};
+
+// Captured arrays: the sums, contiguous (null: all zero), and where they go rounded to the dtype of the array.
+struct ArrayGradient {
+    const void* sums;
+    Array target;
+    Int rank, dtype;
+};
+
+struct Summarise {  // one launch of a kernel of prepare.cu
+    Problem problem;
+    MaskArray array;
+    Array captured;
+    double* captured_summary;
+    Int dtype, rank, as_bool;
+    Int numbers, causal;  // of `intervals`
+};
+
+struct Clear {  // rows of a tensor, and of lse, that belong to no sequence
+    Problem problem;
+    Tensor tensor;
+    Rows lse;
+    Int dtype, heads, dims, query_side;
+};
+
+}  // namespace tilewise::abi

@@ -1,0 +1,309 @@
+// What the portable kernels share: 64 x 64 tiles on 256 threads, products on the ordinary arithmetic units in full
+// precision (true fp32, fp64), tensors of any strides and alignment.
+//
+// Thread (ty, tx) of 16 x 16 owns rows 4 ty .. 4 ty + 3 of a tile and, of scores, columns 4 tx .. 4 tx + 3; of outputs
+// columns 64 g + 4 tx .. + 3 for every group g of 64 columns. The 16 threads of a row are half a warp.
+//
+// spec.cuh, which the host renders for a problem, comes before this file: Real, kDTypeQ, kColumns and the options.
+#pragma once
+
+#include "mask.cuh"
+
+namespace tilewise {
+
+constexpr int kTile = 64;                                   // queries, and keys
+constexpr int kDepth = sizeof(Real) == 8 ? 16 : 32;         // of a product, staged at once
+constexpr int kStagedRows = sizeof(Real) == 8 ? 16 : 32;    // of the right factor of an output product
+constexpr int kGroups = kColumns / 64;
+constexpr int kLead = kTile + 4;                            // of a tile in shared memory, to spread its banks
+
+struct Shared {
+    union {
+        struct {
+            Real a[kDepth][kLead], b[kDepth][kLead];  // depth x rows: factors of a score product
+        } factors;
+        Real staged[kStagedRows][kColumns];
+    };
+    Real tile[kTile][kLead];  // P or dS
+    Int list[kThreads];       // tiles to work on, and their class in the low two bits
+    int warp_counts[kThreads / 32];
+    int count;
+};
+
+TW_DEVICE int thread_x() { return static_cast<int>(threadIdx.x) % 16; }
+TW_DEVICE int thread_y() { return static_cast<int>(threadIdx.x) / 16; }
+
+// Rows [row0, row0 + count) of one head of a tensor; beyond them all is zero.
+struct Source {
+    const typename Float<kDTypeQ>::Stored* data;
+    Int row, dim;  // strides
+    Int count;
+
+    TW_DEVICE Source make(const abi::Tensor& t, Int b, Int row0, Int h, Int count) {
+        using Stored = typename Float<kDTypeQ>::Stored;
+        return {static_cast<const Stored*>(t.data) + b * t.batch + row0 * t.row + h * t.head, t.row, t.dim, count};
+    }
+    __device__ __forceinline__ Real at(Int r, Int d) const {
+        return Float<kDTypeQ>::template load<Real>(data[r * row + d * dim]);
+    }
+};
+
+TW_DEVICE void stage_factor(Real (&out)[kDepth][kLead], const Source& source, Int d0, Int dims) {
+#pragma unroll
+    for (int n = threadIdx.x; n < kTile * kDepth; n += kThreads) {
+        const int d = n % kDepth, r = n / kDepth;
+        out[d][r] = r < source.count && d0 + d < dims ? source.at(r, d0 + d) : Real(0);
+    }
+}
+
+// s[a][b] = sum over d of left(row a, d) * right(row b, d)
+TW_DEVICE void score_product(Real (&s)[4][4], const Source& left, const Source& right, Int dims, Shared& shared) {
+    const int tx = thread_x(), ty = thread_y();
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) s[a][b] = 0;
+    }
+    for (Int d0 = 0; d0 < dims; d0 += kDepth) {
+        __syncthreads();  // whoever read the stage before is done
+        stage_factor(shared.factors.a, left, d0, dims);
+        stage_factor(shared.factors.b, right, d0, dims);
+        __syncthreads();
+#pragma unroll 8
+        for (int d = 0; d < kDepth; ++d) {
+            Real x[4], y[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) x[n] = shared.factors.a[d][4 * ty + n], y[n] = shared.factors.b[d][4 * tx + n];
+#pragma unroll
+            for (int a = 0; a < 4; ++a) {
+#pragma unroll
+                for (int b = 0; b < 4; ++b) s[a][b] += x[a] * y[b];
+            }
+        }
+    }
+}
+
+using Output = Real[4][kGroups][4];
+
+TW_DEVICE void clear(Output& o) {
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+            for (int b = 0; b < 4; ++b) o[a][g][b] = 0;
+        }
+    }
+}
+
+// o += tile * right, or (kTransposed) tile^T * right: columns [c0, c0 + kColumns) of right, which has kTile rows.
+template <bool kTransposed>
+TW_DEVICE void output_product(Output& o, const Source& right, Int c0, Int dims, Shared& shared) {
+    const int tx = thread_x(), ty = thread_y();
+    for (int r0 = 0; r0 < kTile && r0 < right.count; r0 += kStagedRows) {
+        __syncthreads();
+        for (int n = threadIdx.x; n < kStagedRows * kColumns; n += kThreads) {
+            const int c = n % kColumns, r = n / kColumns;
+            shared.staged[r][c] = r0 + r < right.count && c0 + c < dims ? right.at(r0 + r, c0 + c) : Real(0);
+        }
+        __syncthreads();
+#pragma unroll 4
+        for (int r = 0; r < kStagedRows; ++r) {
+            Real p[4];
+#pragma unroll
+            for (int a = 0; a < 4; ++a) {
+                p[a] = kTransposed ? shared.tile[r0 + r][4 * ty + a] : shared.tile[4 * ty + a][r0 + r];
+            }
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+                for (int b = 0; b < 4; ++b) {
+                    const Real v = shared.staged[r][64 * g + 4 * tx + b];
+#pragma unroll
+                    for (int a = 0; a < 4; ++a) o[a][g][b] += p[a] * v;
+                }
+            }
+        }
+    }
+}
+
+// Row a of this thread's output into a tensor row, times a factor.
+TW_DEVICE void store_row(const abi::Tensor& t, Int b, Int row, Int h, const Real (&values)[kGroups][4], Real factor,
+                         Int c0, Int dims) {
+    const Int offset = b * t.batch + row * t.row + h * t.head;
+    const int tx = thread_x();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const Int c = c0 + 64 * g + 4 * tx + n;
+            if (c < dims) store_float<kDTypeQ>(t.data, offset + c * t.dim, values[g][n] * factor);
+        }
+    }
+}
+
+// A thread's elements of a tile in shared memory. What it does to each of them, masks and all, is a loop that is not
+// unrolled: sixteen copies of a long expression would take longer to compile than most problems take to run.
+template <class Tile>
+TW_DEVICE void put_elements(const Real (&values)[4][4], Tile& tile) {
+    const int tx = thread_x(), ty = thread_y();
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) tile[4 * ty + a][4 * tx + b] = values[a][b];
+    }
+}
+template <class Tile>
+TW_DEVICE void get_elements(Real (&values)[4][4], const Tile& tile) {
+    const int tx = thread_x(), ty = thread_y();
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) values[a][b] = tile[4 * ty + a][4 * tx + b];
+    }
+}
+// body(row, column) for the elements of rows [first, first + count) of this thread's four.
+template <class Body>
+TW_DEVICE void for_each_element(int first, int count, const Body& body) {
+    const int tx = thread_x(), ty = thread_y();
+#pragma unroll 1
+    for (int e = 4 * first; e < 4 * (first + count); ++e) body(4 * ty + e / 4, 4 * tx + e % 4);
+}
+
+// Over the 16 threads of a row.
+TW_DEVICE Real row_sum(Real x) {
+#pragma unroll
+    for (int lane = 8; lane > 0; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+    return x;
+}
+TW_DEVICE Real row_max(Real x) {
+#pragma unroll
+    for (int lane = 8; lane > 0; lane /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lane));
+    return x;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Which tiles: one thread classifies one tile, the block then works on those that are not skipped, in order
+
+// Calls body(start, class) for every tile of [begin, end) that class_of(start) does not skip; begin is a multiple of
+// kTile. All threads get the same calls.
+template <class ClassOf, class Body>
+TW_DEVICE void for_each_tile(Int begin, Int end, Shared& shared, const ClassOf& class_of, const Body& body) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (Int chunk = begin; chunk < end; chunk += Int(kThreads) * kTile) {
+        const Int start = chunk + Int(threadIdx.x) * kTile;
+        const int c = start < end ? class_of(start) : kSkip;
+        const Word found = __ballot_sync(0xffffffffu, c != kSkip);
+        if (lane == 0) shared.warp_counts[warp] = __popc(found);
+        __syncthreads();
+        int place = __popc(found & ((1u << lane) - 1u)), total = 0;
+        for (int w = 0; w < kThreads / 32; ++w) {
+            const int n = shared.warp_counts[w];
+            place += w < warp ? n : 0, total += n;
+        }
+        if (c != kSkip) shared.list[place] = start * 4 + c;
+        __syncthreads();
+        for (int n = 0; n < total; ++n) {
+            const Int entry = shared.list[n];
+            body(entry / 4, static_cast<int>(entry % 4));
+        }
+        __syncthreads();  // before the list is overwritten
+    }
+}
+
+TW_DEVICE int class_within(const abi::Problem& p, const MaskData& mask, const Site& site, Int i0, Int j0) {
+    const Int i1 = minimum(i0 + kTile, site.q_len), j1 = minimum(j0 + kTile, site.kv_len);
+    if (i0 >= i1 || j0 >= j1) return kSkip;
+    const int c = classify(p, mask, site, i0, i1, j0, j1);
+    return c == kFull && (i1 < i0 + kTile || j1 < j0 + kTile) ? kPartial : c;
+}
+
+template <class Body>
+TW_DEVICE void for_each_kv_tile(const abi::Problem& p, const MaskData& mask, const Site& site, Int i0, Shared& shared,
+                                const Body& body) {
+    const Range keys = key_hull(p, mask, site, i0, minimum(i0 + kTile, site.q_len));
+    if (keys.begin >= keys.end) return;
+    for_each_tile(keys.begin / kTile * kTile, keys.end, shared,
+                  [&](Int j0) { return class_within(p, mask, site, i0, j0); }, body);
+}
+template <class Body>
+TW_DEVICE void for_each_q_tile(const abi::Problem& p, const MaskData& mask, const Site& site, Int j0, Shared& shared,
+                               const Body& body) {
+    const Range rows = query_hull(p, mask, site, j0, minimum(j0 + kTile, site.kv_len));
+    if (rows.begin >= rows.end) return;
+    for_each_tile(rows.begin / kTile * kTile, rows.end, shared,
+                  [&](Int i0) { return class_within(p, mask, site, i0, j0); }, body);
+}
+
+// Tile number n of one head, counted over all sequences: which sequence, and which row it starts at. b < 0: no such.
+struct Place {
+    Int b, row;
+};
+TW_DEVICE Place place_of(const abi::Problem& p, Int n, bool query_side) {
+    if (!p.sequences) {
+        const Int tiles = ceil_div(query_side ? p.q_rows : p.kv_rows, kTile);
+        return {n / tiles, n % tiles * kTile};
+    }
+    const auto before = [&](Int b) {
+        return query_side ? p.sequences[b].q_tiles_before : p.sequences[b].kv_tiles_before;
+    };
+    if (n >= before(p.batch)) return {-1, 0};
+    Int low = 0, high = p.batch;  // before(low) <= n < before(high)
+    while (high - low > 1) {
+        const Int middle = (low + high) / 2;
+        (before(middle) <= n ? low : high) = middle;
+    }
+    return {low, (n - before(low)) * kTile};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// From q k^T to the score that enters softmax, element by element
+
+constexpr bool kPlainScore = !kSoftcap && !kBias && !kSlopes && !kScoreMod;  // nothing but the scale
+
+struct ScoreContext {
+    const abi::Problem& p;
+    const MaskData& mask;
+    Site site;
+    Real scale, softcap, slope;
+
+    __device__ __forceinline__ ScoreContext(const abi::Problem& problem, const MaskData& data, const Site& where)
+        : p(problem), mask(data), site(where), scale(Real(problem.softmax_scale)), softcap(Real(problem.softcap)),
+          slope(0) {
+        if (kSlopes) {
+            slope = load_any<Real>(p.slopes.data, p.slopes.dtype, site.b * p.slopes.batch + site.h * p.slopes.head);
+        }
+    }
+
+    __device__ __forceinline__ Real distance(Int i, Int j) const { return absolute(Real(i + site.q_offset - j)); }
+
+    // Score before score_mod; capped is the score after softcap.
+    __device__ __forceinline__ Real before_mod(Real product, Int i, Int j, Real& capped) const {
+        Real x = product * scale;
+        if (kSoftcap) x = softcap * hyperbolic_tangent(x / softcap);
+        capped = x;
+        if (kBias) x += bias(i, j);
+        if (kSlopes) x -= slope * distance(i, j);
+        return x;
+    }
+    __device__ __forceinline__ Real after_mod(Real x, Int i, Int j) const {
+        if constexpr (kScoreMod) return score_mod(site, mask, x, i, j);
+        return x;
+    }
+    __device__ __forceinline__ bool sees(int tile_class, Int i, Int j) const {
+        if (tile_class == kFull) return true;
+        return i < site.q_len && j < site.kv_len && visible(p, mask, site, i, j);
+    }
+
+private:
+    __device__ __forceinline__ Real bias(Int i, Int j) const {
+        // Lengths in device memory may exceed what the host could check the shape against.
+        const bool inside = (p.bias.shape[2] == 1 || i < p.bias.shape[2]) && (p.bias.shape[3] == 1 || j < p.bias.shape[3]);
+        if (!inside) return 0;
+        return load_any<Real>(p.bias.data, p.bias.dtype,
+                              site.b * p.bias.stride[0] + site.h * p.bias.stride[1] + i * p.bias.stride[2] +
+                                  j * p.bias.stride[3]);
+    }
+};
+
+}  // namespace tilewise

@@ -1,0 +1,75 @@
+// What every CUDA implementation does before its kernels run: the parameters of kernels/tilewise/abi.h from a Problem,
+// the table of sequences and the summaries of mask arrays (prepare.cu) in the workspace.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/registry.hpp"
+#include "jit/render_mask.hpp"
+#include "tilewise/abi.h"
+#include "module.hpp"
+
+namespace tilewise::cuda {
+
+inline constexpr int64_t kTile = 64;  // queries and keys of a tile that a table of sequences counts
+
+abi::Tensor to_abi(const core::Tensor4& tensor);
+abi::Rows to_abi(const core::Rows3& rows);
+abi::Grid to_abi(const core::Grid4& grid);
+abi::PerHead per_head(const core::Array& array);
+
+// Hands out pieces of the workspace, 256-byte aligned. With a null base it only counts.
+class Arena {
+public:
+    explicit Arena(void* base) : base_(static_cast<std::byte*>(base)) {}
+    void* take(int64_t bytes) {
+        void* const piece = base_ ? base_ + used_ : nullptr;
+        used_ += (bytes + 255) / 256 * 256;
+        return piece;
+    }
+    [[nodiscard]] int64_t used() const { return used_; }
+
+private:
+    std::byte* base_;
+    int64_t used_ = 0;
+};
+
+// One run: parameters, and what has to happen before the main kernel.
+class Call {
+public:
+    // Takes its part of the arena; touches no device memory.
+    Call(const core::Problem& problem, const jit::MaskProgram& mask, Arena& arena);
+
+    [[nodiscard]] const abi::Problem& problem() const { return problem_; }
+    [[nodiscard]] const std::vector<std::byte>& mask_data() const { return mask_data_; }
+    // Tiles of one head, over all sequences; if lengths are in device memory no fewer than there are.
+    [[nodiscard]] int64_t q_tiles() const { return tiles(p_.packed_q, p_.q_rows); }
+    [[nodiscard]] int64_t kv_tiles() const { return tiles(p_.packed_kv, p_.kv_rows); }
+
+    void prepare(void* stream) const;  // launches
+    // Zeroes the rows that belong to no sequence; sets lse to -inf there.
+    void clear_rows(const abi::Tensor& tensor, const abi::Rows& lse, int64_t heads, int64_t dims, bool query_side,
+                    void* stream) const;
+
+private:
+    [[nodiscard]] int64_t tiles(bool packed, int64_t rows) const;
+
+    const core::Problem& p_;
+    const jit::MaskProgram& mask_;
+    abi::Problem problem_{};
+    std::vector<abi::MaskArray> masks_;
+    std::vector<abi::Array> arrays_;
+    std::vector<abi::GatherSummary> gather_summaries_;
+    std::vector<std::byte> mask_data_;
+};
+
+// Bytes of parts that follow each other; all have 8-byte members, so nothing is padded.
+void append(std::vector<std::byte>& bytes, const void* part, size_t size);
+
+// Reads lengths back to the host and refuses bad ones: what `validate` asks for. Waits for the stream.
+void validate_lengths(const core::Problem& problem, void* stream);
+
+}  // namespace tilewise::cuda

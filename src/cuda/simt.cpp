@@ -1,0 +1,331 @@
+// fwd_simt and bwd_simt on the host: which kernels a problem needs, their parameters, their order.
+#include "simt.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "call.hpp"
+#include "core/summary.hpp"
+#include "device.hpp"
+#include "jit/attention_source.hpp"
+#include "launch.hpp"
+
+namespace tilewise::cuda {
+namespace {
+
+using core::ceil_div;
+using core::DType;
+using core::Pass;
+using core::Problem;
+using core::Workspace;
+
+constexpr int64_t kThreads = 256;
+constexpr size_t kMaxParameterBytes = 4096;  // of a kernel; later GPUs and drivers take more, none less
+
+// What depends on the spec alone, made once per process.
+struct Program {
+    jit::SimtSpec spec;
+    jit::MaskProgram mask;
+    int gradient_arrays = 0;
+    std::string key;  // of the module
+};
+
+// Everything that Program is made from, as text.
+std::string identity(const Problem& p, Pass pass) {
+    const jit::SimtSpec spec = jit::simt_spec(p, pass);
+    std::string text = pass == Pass::forward ? "fwd_simt" : "bwd_simt";
+    for (const int n : {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
+                        int{spec.sinks}, int{spec.dropout}}) {
+        text += " " + std::to_string(n);
+    }
+    // Bands are run-time numbers of the program, so they belong to its identity, though not to the text of the kernel.
+    text += " band " + std::to_string(p.causal) + " " + std::to_string(p.window_left) + " " +
+            std::to_string(p.window_right) + " " + std::to_string(p.chunk);
+    for (const core::Array& a : p.arrays) {
+        text += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
+        if (a.rank > 0)
+            text += "x" + std::to_string(a.shape[static_cast<size_t>(a.rank - 1)] <= 4
+                                             ? a.shape[static_cast<size_t>(a.rank - 1)]
+                                             : 0);
+    }
+    return text + " " + std::to_string(p.scalars.size()) + "\n" + p.mask + "\n" + p.score_mod;
+}
+
+std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
+    constexpr size_t kMaxPrograms = 256;
+    static std::mutex mutex;
+    static std::map<std::string, std::shared_ptr<const Program>> programs;
+    std::string id = identity(p, pass);
+    const std::lock_guard lock(mutex);
+    if (const auto found = programs.find(id); found != programs.end()) return found->second;
+    auto program = std::make_shared<Program>();
+    program->spec = jit::simt_spec(p, pass);
+    program->mask = jit::render_mask(p);
+    program->gradient_arrays = pass == Pass::backward ? jit::num_gradient_arrays(p) : 0;
+    const jit::SimtSpec& spec = program->spec;
+    program->key = pass == Pass::forward ? "fwd_simt" : "bwd_simt";
+    for (const int n :
+         {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
+          int{spec.sinks}, int{spec.dropout}, static_cast<int>(p.arrays.size()), static_cast<int>(p.scalars.size())}) {
+        program->key += " " + std::to_string(n);
+    }
+    for (const core::Array& a : p.arrays) {
+        program->key += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
+    }
+    program->key += "\n" + program->mask.text + "\n" + p.score_mod;
+    if (programs.size() >= kMaxPrograms) programs.clear();  // runs in flight keep theirs
+    return programs.emplace(std::move(id), std::move(program)).first->second;
+}
+
+const Function& kernel(const Problem& p, const Program& program, Pass pass, const char* entry) {
+    return function(p.device.index, program.key, entry, [&] {
+        return jit::simt_source(pass == Pass::forward ? "fwd_simt.cu" : "bwd_simt.cu", program.spec, p, program.mask);
+    });
+}
+
+// Shared memory of simt.cuh.
+unsigned shared_bytes(const Problem& p, int columns) {
+    const int64_t real = p.dtype == DType::f64 ? 8 : 4, depth = p.dtype == DType::f64 ? 16 : 32, lead = 68;
+    const int64_t stage = std::max(2 * depth * lead, depth * columns) * real;
+    return static_cast<unsigned>(stage + 64 * lead * real + kThreads * 8 + 8 * 4 + 16);
+}
+
+unsigned grid_x(int64_t tiles, int64_t heads) {
+    if (tiles * heads > 0x7fffffff) {
+        core::refuse("problem", std::to_string(tiles) + " tiles of 64 rows in " + std::to_string(heads) + " heads",
+                     "fewer than 2^31 tiles in all heads", "Split the batch.");
+    }
+    return static_cast<unsigned>(tiles * heads);
+}
+
+LaunchConfig config_of(const Problem& p, int columns, int64_t tiles, int64_t heads, int64_t dims, void* stream) {
+    LaunchConfig config;
+    config.grid = {grid_x(tiles, heads), static_cast<unsigned>(std::max<int64_t>(1, ceil_div(dims, columns))), 1};
+    config.block = {static_cast<unsigned>(kThreads), 1, 1};
+    config.dynamic_shared = shared_bytes(p, columns);
+    config.stream = stream;
+    return config;
+}
+
+std::string supports(const Problem& p, Pass asked, Pass own) {
+    if (asked != own) {
+        return own == Pass::forward ? "computes the forward pass only" : "computes the backward pass only";
+    }
+    std::string why_not;
+    if (!available(&why_not)) return why_not;
+    const auto program = program_of(p, own);
+    size_t bytes = (own == Pass::forward ? sizeof(abi::Forward) : sizeof(abi::Backward)) +
+                   std::max<size_t>(program->mask.operands.size(), 1) * sizeof(abi::MaskArray) +
+                   std::max<size_t>(p.arrays.size(), 1) * (sizeof(abi::Array) + sizeof(abi::GatherSummary)) +
+                   std::max<size_t>(p.scalars.size(), 1) * 8 + std::max<size_t>(program->mask.numbers.size(), 1) * 8;
+    if (own == Pass::backward) bytes += static_cast<size_t>(std::max(program->gradient_arrays, 1)) * sizeof(abi::Array);
+    if (bytes > kMaxParameterBytes) {
+        return "mask and score_mod read " + std::to_string(p.arrays.size()) + " arrays and " +
+               std::to_string(p.scalars.size()) + " scalars, which make " + std::to_string(bytes) +
+               " bytes of kernel parameters; at most 4096 fit. Join arrays, or use fewer mask kinds";
+    }
+    if (own == Pass::backward && p.deterministic && program->gradient_arrays > 0) {
+        return "deterministic=True, and the gradient of an array that score_mod reads is summed with atomics; leave "
+               "deterministic out, detach the array, or run on the CPU";
+    }
+    return "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+std::string forward_supports(const Problem& p, Pass pass) { return supports(p, pass, Pass::forward); }
+
+size_t forward_workspace(const Problem& p, Pass) {
+    Arena arena(nullptr);
+    const auto program = program_of(p, Pass::forward);
+    Call(p, program->mask, arena);
+    return static_cast<size_t>(arena.used());
+}
+
+std::string forward_explain(const Problem& p, Pass) {
+    const jit::SimtSpec spec = jit::simt_spec(p, Pass::forward);
+    const DeviceInfo& device = device_info(p.device.index);
+    return "  device: " + device.name + "\n  tiles: 64 queries x 64 keys, 256 threads, " +
+           std::to_string(spec.columns) + " columns of v at a time, " + (p.dtype == DType::f64 ? "fp64" : "fp32") +
+           " arithmetic without tensor cores\n";
+}
+
+void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
+    const DeviceGuard guard(p.device.index);
+    if (p.validate) validate_lengths(p, workspace.stream);
+    const auto program = program_of(p, Pass::forward);
+    Arena arena(workspace.data);
+    const Call call(p, program->mask, arena);
+    const abi::Tensor o = to_abi(args.o);
+    const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
+    if (p.batch * p.num_heads_q * p.q_rows == 0) return;
+    call.prepare(workspace.stream);
+    call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, workspace.stream);
+    std::vector<std::byte> params;
+    const abi::Forward fixed{call.problem(), o, lse};
+    append(params, &fixed, sizeof fixed);
+    append(params, call.mask_data().data(), call.mask_data().size());
+    launch(kernel(p, *program, Pass::forward, "fwd_simt"),
+           config_of(p, program->spec.columns, call.q_tiles(), p.num_heads_q, p.head_dim_v, workspace.stream),
+           params.data(), params.size());
+}
+
+void no_backward(const Problem&, const core::BackwardArgs&, Workspace) {
+    throw core::Error(core::Status::internal, "fwd_simt was asked for a backward pass");
+}
+void no_forward(const Problem&, const core::ForwardArgs&, Workspace) {
+    throw core::Error(core::Status::internal, "bwd_simt was asked for a forward pass");
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward
+
+std::string backward_supports(const Problem& p, Pass pass) { return supports(p, pass, Pass::backward); }
+
+// Workspace after that of Call. Sized for every gradient, since a plan does not know which are wanted.
+struct BackwardMemory {
+    abi::Rows delta{};
+    void *slope_partial = nullptr, *sink_partial = nullptr;
+    std::vector<void*> array_sums;  // per array; null: not a float array
+
+    BackwardMemory(const Problem& p, const Program& program, const Call& call, Arena& arena) {
+        const int64_t real = core::size_of(p.accumulator());
+        const int64_t batch = p.packed_q ? 1 : p.batch;
+        delta = {arena.take(batch * p.num_heads_q * p.q_rows * real), p.num_heads_q * p.q_rows, p.q_rows, 1};
+        const int64_t partial = p.num_heads_q * call.q_tiles() * real;
+        if (p.alibi_slopes) slope_partial = arena.take(partial);
+        if (p.sinks) sink_partial = arena.take(partial);
+        for (int k = 0; k < program.gradient_arrays; ++k) {
+            const core::Array& a = p.arrays[static_cast<size_t>(k)];
+            array_sums.push_back(core::is_float(a.dtype) ? arena.take(std::max<int64_t>(a.size(), 1) * real) : nullptr);
+        }
+    }
+};
+
+size_t backward_workspace(const Problem& p, Pass) {
+    Arena arena(nullptr);
+    const auto program = program_of(p, Pass::backward);
+    const Call call(p, program->mask, arena);
+    BackwardMemory(p, *program, call, arena);
+    return static_cast<size_t>(arena.used());
+}
+
+std::string backward_explain(const Problem& p, Pass) {
+    const jit::SimtSpec spec = jit::simt_spec(p, Pass::backward);
+    const DeviceInfo& device = device_info(p.device.index);
+    return "  device: " + device.name +
+           "\n  kernels: delta, dq by tiles of 64 queries, dk and dv by tiles of 64 keys, " +
+           std::to_string(spec.columns) + " columns at a time; the same bits in every run" +
+           (program_of(p, Pass::backward)->gradient_arrays > 0 ? ", but for the arrays that score_mod reads" : "") +
+           "\n";
+}
+
+void backward(const Problem& p, const core::BackwardArgs& args, Workspace workspace) {
+    const DeviceGuard guard(p.device.index);
+    void* const stream = workspace.stream;
+    if (p.validate) validate_lengths(p, stream);
+    const auto program = program_of(p, Pass::backward);
+    const int columns = program->spec.columns;
+    Arena arena(workspace.data);
+    const Call call(p, program->mask, arena);
+    BackwardMemory memory(p, *program, call, arena);
+    const int64_t real = core::size_of(p.accumulator());
+
+    abi::Backward fixed{};
+    fixed.problem = call.problem();
+    fixed.d_o = to_abi(args.d_o), fixed.o = to_abi(args.o);
+    fixed.lse = to_abi(args.lse);
+    if (args.dlse) fixed.dlse = to_abi(args.dlse);
+    if (args.dq) fixed.dq = to_abi(args.dq);
+    if (args.dk) fixed.dk = to_abi(args.dk);
+    if (args.dv) fixed.dv = to_abi(args.dv);
+    if (args.dbias) fixed.dbias = to_abi(args.dbias);
+    fixed.dslopes = per_head(args.dalibi_slopes), fixed.dsinks = per_head(args.dsinks);
+    fixed.delta = memory.delta;
+    fixed.slope_partial = args.dalibi_slopes ? memory.slope_partial : nullptr;
+    fixed.sink_partial = args.dsinks ? memory.sink_partial : nullptr;
+    fixed.q_tiles = call.q_tiles();
+
+    // Gradients of captured arrays start from zero.
+    std::vector<abi::Array> sums(static_cast<size_t>(std::max(program->gradient_arrays, 1)));
+    bool any_array = false;
+    for (size_t k = 0; k < args.darrays.size() && k < memory.array_sums.size(); ++k) {
+        const core::Array& target = args.darrays[k];
+        if (!target || memory.array_sums[k] == nullptr) continue;
+        sums[k].data = memory.array_sums[k];
+        int64_t stride = 1;
+        for (int d = target.rank - 1; d >= 0; --d) {
+            const auto n = static_cast<size_t>(d);
+            sums[k].shape[n] = target.shape[n], sums[k].stride[n] = stride;
+            stride *= target.shape[n];
+        }
+        memset_async(sums[k].data, 0, static_cast<size_t>(std::max<int64_t>(target.size(), 1) * real), stream);
+        any_array = true;
+    }
+
+    std::vector<std::byte> params;
+    append(params, &fixed, sizeof fixed);
+    append(params, call.mask_data().data(), call.mask_data().size());
+    append(params, sums.data(), sums.size() * sizeof(abi::Array));
+    const auto run = [&](const char* entry, const LaunchConfig& config) {
+        launch(kernel(p, *program, Pass::backward, entry), config, params.data(), params.size());
+    };
+    const bool queries = p.num_heads_q * call.q_tiles() > 0, keys = p.num_heads_kv * call.kv_tiles() > 0;
+    if (p.batch > 0) call.prepare(stream);
+    if (args.dq && queries) call.clear_rows(fixed.dq, {}, p.num_heads_q, p.head_dim_qk, true, stream);
+    if (args.dk && keys) call.clear_rows(fixed.dk, {}, p.num_heads_kv, p.head_dim_qk, false, stream);
+    if (args.dv && keys) call.clear_rows(fixed.dv, {}, p.num_heads_kv, p.head_dim_v, false, stream);
+    if (queries) {
+        run("bwd_simt_delta", config_of(p, columns, call.q_tiles(), p.num_heads_q, 0, stream));
+        if (args.dq || fixed.slope_partial || any_array) {
+            run("bwd_simt_dq",
+                config_of(p, columns, call.q_tiles(), p.num_heads_q, args.dq ? p.head_dim_qk : 0, stream));
+        }
+    }
+    if (keys && (args.dk || args.dv)) {
+        const int64_t dims = std::max(args.dk ? p.head_dim_qk : 0, args.dv ? p.head_dim_v : 0);
+        run("bwd_simt_dkdv", config_of(p, columns, call.kv_tiles(), p.num_heads_kv, dims, stream));
+    }
+    if (args.dbias) {
+        const auto& shape = args.dbias.shape;
+        const auto tiles = [](int64_t extent) { return extent == 1 ? 1 : ceil_div(extent, kTile); };
+        run("bwd_simt_dbias", config_of(p, columns, tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1], 0, stream));
+    }
+    if (args.dalibi_slopes || args.dsinks) {
+        LaunchConfig config = config_of(p, columns, 1, p.num_heads_q, 0, stream);
+        const bool per_batch = args.dalibi_slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
+        config.grid.y = per_batch ? static_cast<unsigned>(p.batch) : 1;
+        run("bwd_simt_heads", config);
+    }
+    for (size_t k = 0; k < args.darrays.size(); ++k) {
+        const core::Array& target = args.darrays[k];
+        if (!target || target.size() == 0) continue;
+        // No sums: the score_mod does not read it.
+        abi::ArrayGradient gradient{
+            k < sums.size() ? sums[k].data : nullptr, {}, target.rank, static_cast<int64_t>(target.dtype)};
+        gradient.target.data = target.data;
+        for (size_t d = 0; d < core::kMaxRank; ++d) {
+            gradient.target.shape[d] = target.shape[d], gradient.target.stride[d] = target.stride[d];
+        }
+        LaunchConfig config;
+        config.block = {static_cast<unsigned>(kThreads), 1, 1};
+        config.grid.x = static_cast<unsigned>(std::min<int64_t>(ceil_div(target.size(), kThreads), 4096));
+        config.stream = stream;
+        launch(kernel(p, *program, Pass::backward, "bwd_simt_array"), config, gradient);
+    }
+}
+
+}  // namespace
+
+const core::Implementation kFwdSimt{"fwd_simt", forward_supports, forward_workspace, forward_explain,
+                                    forward,    no_backward,      TILEWISE_CUDA};
+const core::Implementation kBwdSimt{"bwd_simt", backward_supports, backward_workspace, backward_explain,
+                                    no_forward, backward,          TILEWISE_CUDA};
+
+}  // namespace tilewise::cuda

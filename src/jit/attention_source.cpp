@@ -1,0 +1,107 @@
+#include "attention_source.hpp"
+
+#include <algorithm>
+
+#include "render_expr.hpp"
+
+namespace tilewise::jit {
+namespace {
+
+// Everything a kernel text may include.
+std::vector<Header> headers(std::string spec) {
+    std::vector<Header> all;
+    for (const std::string& file : kernel_files()) {
+        if (file.ends_with(".cuh") || file.ends_with(".h")) all.push_back({file, std::string(kernel_text(file))});
+    }
+    if (!spec.empty()) all.push_back({"spec.cuh", std::move(spec)});
+    return all;
+}
+
+core::Expr score_mod_of(const core::Problem& p) {
+    return core::Expr::parse(p.score_mod, core::Role::score_mod, p.arrays, static_cast<int>(p.scalars.size()));
+}
+
+}  // namespace
+
+SimtSpec simt_spec(const core::Problem& p, core::Pass pass) {
+    SimtSpec spec;
+    spec.dtype = p.dtype;
+    const int64_t dims = pass == core::Pass::forward ? p.head_dim_v : std::max(p.head_dim_qk, p.head_dim_v);
+    // 128 columns keep a third of the registers in outputs; fp64 needs twice as many for 64.
+    spec.columns = p.dtype != core::DType::f64 && dims > 64 ? 128 : 64;
+    spec.softcap = p.softcap > 0;
+    spec.bias = static_cast<bool>(p.bias);
+    spec.slopes = static_cast<bool>(p.alibi_slopes);
+    spec.sinks = static_cast<bool>(p.sinks);
+    spec.dropout = p.dropout_threshold > 0;
+    return spec;
+}
+
+int num_gradient_arrays(const core::Problem& p) {
+    if (p.score_mod.empty() || core::differentiate(score_mod_of(p)).gathers.empty()) return 0;
+    return static_cast<int>(p.arrays.size());
+}
+
+Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& p, const MaskProgram& mask) {
+    const bool backward = std::string_view(file).starts_with("bwd");
+    std::string text = "#pragma once\n#include \"base.cuh\"\nnamespace tilewise {\n";
+    const auto constant = [&](const char* type, const char* name, int value) {
+        text += std::string("constexpr ") + type + " " + name + " = " + std::to_string(value) + ";\n";
+    };
+    const auto at_least_one = [](size_t n) { return std::to_string(std::max<size_t>(n, 1)); };
+    text += p.dtype == core::DType::f64 ? "using Real = double;\n" : "using Real = float;\n";
+    constant("int", "kThreads", 256);
+    constant("int", "kDTypeQ", static_cast<int>(spec.dtype));
+    constant("int", "kColumns", spec.columns);
+    constant("bool", "kSoftcap", spec.softcap);
+    constant("bool", "kBias", spec.bias);
+    constant("bool", "kSlopes", spec.slopes);
+    constant("bool", "kSinks", spec.sinks);
+    constant("bool", "kDropout", spec.dropout);
+    constant("bool", "kScoreMod", !p.score_mod.empty());
+    text += "struct MaskData {\n    abi::MaskArray masks[" + at_least_one(mask.operands.size()) +
+            "];\n    abi::Array arrays[" + at_least_one(p.arrays.size()) +
+            "];\n    abi::GatherSummary gather_summaries[" + at_least_one(p.arrays.size()) + "];\n    double scalars[" +
+            at_least_one(p.scalars.size()) + "];\n    Int numbers[" + at_least_one(mask.numbers.size()) + "];\n};\n";
+    const int gradient_arrays = backward ? num_gradient_arrays(p) : 0;
+    constant("int", "kGradientArrays", gradient_arrays);
+    if (backward) {
+        text += "struct GradientArrays {\n    abi::Array arrays[" + at_least_one(static_cast<size_t>(gradient_arrays)) +
+                "];\n};\n";
+    }
+    text +=
+        "}  // namespace tilewise\n#include \"mask.cuh\"\n#include \"expr.cuh\"\nnamespace tilewise {\n" + mask.text;
+    if (!p.score_mod.empty()) {
+        const core::Expr expr = score_mod_of(p);
+        text += render_score_value(expr, p.arrays, "score_mod");
+        if (backward) text += render_score_gradient(core::differentiate(expr), p.arrays, "score_mod_gradient");
+    }
+    // The kernels name them in branches that are never compiled into code, but are looked up.
+    if (p.score_mod.empty()) {
+        text += "TW_DEVICE Real score_mod(const Site&, const MaskData&, Real x, Int, Int) { return x; }\n";
+        if (backward)
+            text += "TW_DEVICE Real score_mod_gradient(const Site&, const MaskData&, Real, Int, Int) { return 1; }\n";
+    }
+    if (backward && gradient_arrays == 0) {
+        text +=
+            "TW_DEVICE void score_mod_gradient_arrays(const Site&, const MaskData&, const GradientArrays&, Real, Real, "
+            "Int, Int) {}\n";
+    }
+    text += "}  // namespace tilewise\n";
+
+    Source source;
+    source.name = file;
+    source.text = kernel_text(file);
+    source.headers = headers(std::move(text));
+    return source;
+}
+
+Source prepare_source() {
+    Source source;
+    source.name = "prepare.cu";
+    source.text = kernel_text("prepare.cu");
+    source.headers = headers("");
+    return source;
+}
+
+}  // namespace tilewise::jit

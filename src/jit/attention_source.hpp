@@ -1,0 +1,26 @@
+// The source of an attention kernel: the texts of kernels/tilewise and the spec.cuh that fits them to a problem.
+#pragma once
+
+#include "core/problem.hpp"
+#include "render_mask.hpp"
+#include "source.hpp"
+
+namespace tilewise::jit {
+
+// What is compiled into the portable kernels; everything else is a run-time value.
+struct SimtSpec {
+    core::DType dtype = core::DType::f32;
+    int columns = 64;  // of head_dim that a block's output holds
+    bool softcap = false, bias = false, slopes = false, sinks = false, dropout = false;
+};
+
+SimtSpec simt_spec(const core::Problem& problem, core::Pass pass);
+
+// Number of arrays in GradientArrays: those of the problem if the score_mod reads float arrays, else 0.
+int num_gradient_arrays(const core::Problem& problem);
+
+// `file` is fwd_simt.cu or bwd_simt.cu.
+Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& problem, const MaskProgram& mask);
+Source prepare_source();
+
+}  // namespace tilewise::jit

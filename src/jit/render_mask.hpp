@@ -1,0 +1,34 @@
+// From the text of a mask to the device functions that answer its questions, and to the list of what they read.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/problem.hpp"
+
+namespace tilewise::jit {
+
+// How a kind reads an array, and which summary (kernels/tilewise/prepare.cu) it classifies by.
+enum class MaskRole : uint8_t { q_tokens, kv_tokens, key_padding, intervals, per_head, tree, blocks, dense };
+
+struct MaskOperand {
+    int array;  // number in Problem::arrays
+    MaskRole role;
+    bool causal = false;  // intervals
+};
+
+struct MaskProgram {
+    std::string text;  // visible, classify, key_hull, query_hull
+    // What MaskData::masks and MaskData::numbers must hold, in order.
+    std::vector<MaskOperand> operands;
+    std::vector<int64_t> numbers;
+    std::vector<int> gathered;  // numbers of the arrays that its expressions and the score_mod read
+    // causal and windows of the call and of the top level of the text, merged into one.
+    int64_t window_left = -1, window_right = -1;
+};
+
+// Numbers and windows are run-time values: problems that differ in nothing else get the same text.
+MaskProgram render_mask(const core::Problem& problem);
+
+}  // namespace tilewise::jit
