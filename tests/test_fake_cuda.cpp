@@ -67,6 +67,7 @@ Compiled compile(const std::string& source, std::vector<const char*> options = {
         if (n) api()(get, program, to.data());
     };
     fetch("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", result.log);
+    result.log.resize(std::strlen(result.log.c_str()));
     fetch("nvrtcGetCUBINSize", "nvrtcGetCUBIN", result.cubin);
     fetch("nvrtcGetPTXSize", "nvrtcGetPTX", result.ptx);
     EXPECT_EQ(0, api()("nvrtcDestroyProgram", &program));
@@ -336,6 +337,58 @@ TW_KERNEL(kernel, Params, p) {
         if (exponent == 31) expected = std::numeric_limits<double>::infinity();
         ASSERT_EQ(h & 0x8000 ? -expected : expected, value[h]) << h;
     }
+}
+
+TEST_F(FakeCuda, TensorCores) {  // small integers: sums are exact
+    void* f = kernel(kPrologue + R"(
+namespace tilewise {
+template <int K, class Mma>
+__device__ void check(const Params& p, int kind, Mma mma) {
+    __shared__ alignas(16) unsigned short a[16 * 24], b[16 * 8];  // rows of a: 24 apart; b: k rows of 8
+    const int l = threadIdx.x;
+    for (int i = l; i < 16 * K; i += 32) {
+        a[i / K * 24 + i % K] = kind == 1 ? tw_float_to_bfloat16(i % 7 - 3) : tw_float_to_half(i % 7 - 3);
+    }
+    for (int i = l; i < K * 8; i += 32) b[i] = kind == 1 ? tw_float_to_bfloat16(i % 5 - 2) : tw_float_to_half(i % 5 - 2);
+    __syncwarp();
+    unsigned ra[4], rb[2];
+    float d[4] = {1, 2, 3, 4};
+    if (kind == 2) {
+        for (int i = 0; i < 4; ++i) ra[i] = __float_as_uint(tw_half_to_float(a[(l / 4 + i % 2 * 8) * 24 + l % 4 + i / 2 * 4]));
+        for (int i = 0; i < 2; ++i) rb[i] = __float_as_uint(tw_half_to_float(b[(l % 4 + i * 4) * 8 + l / 4]));
+    } else {
+        if constexpr (K == 16) tw_ldmatrix<4>(ra, &a[l % 16 * 24 + l / 16 * 8]), tw_ldmatrix<2, true>(rb, &b[l % 16 * 8]);
+        else tw_ldmatrix<2>(ra, &a[l % 16 * 24]), tw_ldmatrix<1, true>(rb, &b[l % 8 * 8]);
+    }
+    mma(d, ra, rb, d);
+    for (int i = 0; i < 4; ++i) {
+        const int row = l / 4 + i / 2 * 8, column = l % 4 * 2 + i % 2;
+        float sum = i + 1;
+        for (int k = 0; k < K; ++k) sum += float((row * K + k) % 7 - 3) * float((k * 8 + column) % 5 - 2);
+        if (d[i] != sum) atomicAdd((int*)p.c, 1);
+    }
+    __syncwarp();
+}
+TW_KERNEL(kernel, Params, p) {
+    check<16>(p, 0, tw_mma_m16n8k16_f16);
+    check<16>(p, 1, tw_mma_m16n8k16_bf16);
+    check<8>(p, 0, tw_mma_m16n8k8_f16);
+    check<8>(p, 2, tw_mma_m16n8k8_tf32);
+    __shared__ alignas(16) float copied[4];
+    __shared__ alignas(16) float source[4];
+    source[threadIdx.x % 4] = threadIdx.x % 4;
+    __syncwarp();
+    tw_cp_async<16>(copied, source, 8);
+    if (copied[1] != 1 || copied[2] != 0) atomicAdd((int*)p.c, 1);
+}
+})");
+    const Array<int> errors(std::vector<int>{0});
+    struct {
+        void *a, *b, *c;
+        long long n;
+    } const params = {nullptr, nullptr, errors.get(), 0};
+    ASSERT_EQ(0, launch(f, 1, 32, params)) << message();
+    EXPECT_EQ(0, errors.values()[0]);
 }
 
 TEST_F(FakeCuda, Atomics) {

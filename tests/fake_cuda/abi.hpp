@@ -55,22 +55,26 @@ struct alignas(64) Thread {
     unsigned polls;
 };
 
-inline unsigned long stack_pointer() {
-    unsigned long sp;
+inline char* stack_pointer() {
+    char* sp;
 #if defined(__x86_64__)
     asm("mov %%rsp, %0" : "=r"(sp));  // not volatile: one read serves a whole function
 #elif defined(__aarch64__)
     asm("mov %0, sp" : "=r"(sp));
 #else
-    sp = (unsigned long)__builtin_frame_address(0);
+    sp = static_cast<char*>(__builtin_frame_address(0));
 #endif
     return sp;
 }
-inline Cta& cta() { return *(Cta*)(stack_pointer() & ~(kRegion - 1)); }
+inline unsigned long offset_in_region(char* sp) { return reinterpret_cast<unsigned long>(sp) & (kRegion - 1); }
+inline Cta& cta() {
+    char* sp = stack_pointer();
+    return *reinterpret_cast<Cta*>(sp - offset_in_region(sp));
+}
 inline Thread& thread() {
-    const unsigned long sp = stack_pointer();
-    const unsigned long slot = (sp & (kRegion - 1)) >> kStackShift;
-    return *(Thread*)((sp & ~(kRegion - 1)) + kThreadsAt + (slot - 1) * sizeof(Thread));
+    char* sp = stack_pointer();
+    const unsigned long offset = offset_in_region(sp);
+    return *reinterpret_cast<Thread*>(sp - offset + kThreadsAt + ((offset >> kStackShift) - 1) * sizeof(Thread));
 }
 
 }  // namespace tw_fake

@@ -5,7 +5,7 @@
 // What a kernel text must do for it, all under #ifdef TILEWISE_FAKE_CUDA or through the two macros:
 //   TW_KERNEL(name, Params, p) { ... }    an entry; p is a const Params&. kThreads must be in scope.
 //   TW_DYNAMIC_SHARED(name);              the CTA's dynamic shared memory: unsigned char name[]
-//   inline PTX has a stand-in             at the end of this file: tw_half_to_float, tw_load_acquire, tw_mma_..., ...
+//   inline PTX has a stand-in             at the end of this file: tw_half_to_float, tw_load_acquire, tw_mma_...
 // Ordinary `extern "C" __global__ void f(int* a, int n)` works at global scope.
 #pragma once
 
@@ -30,6 +30,7 @@ typedef long clock_t;
 #define __maxnreg__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
+#define alignas(n) __attribute__((aligned(n)))  // may follow __shared__, as in CUDA
 #define __builtin_assume(condition) ((condition) ? void() : tw_fake::trap("false __builtin_assume(" #condition ")"))
 #define offsetof(type, member) __builtin_offsetof(type, member)
 #define NULL 0
@@ -728,3 +729,119 @@ inline T tw_add_release(T* p, T x) {
 // bar.sync id, threads; bar.arrive id, threads (16 barriers; 0 is not that of __syncthreads here)
 inline void tw_barrier_sync(int id, int threads) { tw_fake::cta().runtime->named_barrier(id, threads, true); }
 inline void tw_barrier_arrive(int id, int threads) { tw_fake::cta().runtime->named_barrier(id, threads, false); }
+
+namespace tw_fake {
+
+inline float from_half(unsigned h) { return tw_half_to_float(static_cast<unsigned short>(h)); }
+inline float from_bfloat16(unsigned h) { return tw_bfloat16_to_float(static_cast<unsigned short>(h)); }
+
+// d = a b + c of a warp: 16 rows, 8 columns, K deep; fragments as PTX lays them out. Sums are rounded once.
+template <int K, float (*Convert)(unsigned)>
+struct Mma16 {
+    float* d;
+    const unsigned *a, *b;
+    const float* c;
+    static void body(void* const* lanes, unsigned mask) {
+        if (mask != ~0u) trap("mma needs all lanes of the warp");
+        float a[16][K], b[K][8];
+        for (int l = 0; l < 32; ++l) {
+            const Mma16& lane = *static_cast<Mma16*>(lanes[l]);
+            const int row = l / 4, k = l % 4 * 2;
+            for (int i = 0; i < K / 2; ++i) {  // two elements to a register
+                const int half = i % 2, reg = i / 2;
+                a[row + reg % 2 * 8][k + reg / 2 * 8 + half] = Convert(lane.a[reg] >> 16 * half & 0xFFFF);
+                if (reg < K / 8) b[k + reg * 8 + half][row] = Convert(lane.b[reg] >> 16 * half & 0xFFFF);
+            }
+        }
+        multiply(lanes, a, b);
+    }
+    static void multiply(void* const* lanes, const float (&a)[16][K], const float (&b)[K][8]) {
+        for (int l = 0; l < 32; ++l) {
+            const Mma16& lane = *static_cast<Mma16*>(lanes[l]);
+            for (int i = 0; i < 4; ++i) {
+                double sum = lane.c[i];
+                for (int k = 0; k < K; ++k) sum += double(a[l / 4 + i / 2 * 8][k]) * double(b[k][l % 4 * 2 + i % 2]);
+                lane.d[i] = float(sum);
+            }
+        }
+    }
+};
+struct MmaTf32 {
+    float* d;
+    const unsigned *a, *b;
+    const float* c;
+    static float convert(unsigned x) { return bits<float>(x & 0xFFFFE000u); }  // the unit does not see the low bits
+    static void body(void* const* lanes, unsigned mask) {
+        if (mask != ~0u) trap("mma needs all lanes of the warp");
+        float a[16][8], b[8][8];
+        for (int l = 0; l < 32; ++l) {
+            const MmaTf32& lane = *static_cast<MmaTf32*>(lanes[l]);
+            for (int i = 0; i < 4; ++i) a[l / 4 + i % 2 * 8][l % 4 + i / 2 * 4] = convert(lane.a[i]);
+            for (int i = 0; i < 2; ++i) b[l % 4 + i * 4][l / 4] = convert(lane.b[i]);
+        }
+        Mma16<8, from_half>::multiply(lanes, a, b);
+    }
+};
+static_assert(sizeof(MmaTf32) == sizeof(Mma16<8, from_half>));
+template <class M>
+inline void mma(float* d, const unsigned* a, const unsigned* b, const float* c) {
+    M mine{d, a, b, c};
+    cta().runtime->collective(~0u, &M::body, &mine);
+}
+
+template <int N, bool Transposed>
+struct LoadMatrix {
+    unsigned* to;
+    const unsigned short* row;
+    static void body(void* const* lanes, unsigned mask) {
+        if (mask != ~0u) trap("ldmatrix needs all lanes of the warp");
+        for (int m = 0; m < N; ++m) {
+            const unsigned short* rows[8];
+            for (int r = 0; r < 8; ++r) {
+                rows[r] = static_cast<LoadMatrix*>(lanes[m * 8 + r])->row;
+                if (reinterpret_cast<size_t>(rows[r]) % 16)
+                    trap("ldmatrix from an address that 16 does not divide", 716);
+            }
+            for (int l = 0; l < 32; ++l) {
+                const int x = l / 4, y = l % 4 * 2;
+                const unsigned low = Transposed ? rows[y][x] : rows[x][y],
+                               high = Transposed ? rows[y + 1][x] : rows[x][y + 1];
+                static_cast<LoadMatrix*>(lanes[l])->to[m] = low | high << 16;
+            }
+        }
+    }
+};
+
+}  // namespace tw_fake
+
+// mma.sync.aligned.m16n8k<K>.row.col.f32.<type>.<type>.f32; d may be c
+inline void tw_mma_m16n8k16_f16(float* d, const unsigned* a, const unsigned* b, const float* c) {
+    tw_fake::mma<tw_fake::Mma16<16, tw_fake::from_half>>(d, a, b, c);
+}
+inline void tw_mma_m16n8k16_bf16(float* d, const unsigned* a, const unsigned* b, const float* c) {
+    tw_fake::mma<tw_fake::Mma16<16, tw_fake::from_bfloat16>>(d, a, b, c);
+}
+inline void tw_mma_m16n8k8_f16(float* d, const unsigned* a, const unsigned* b, const float* c) {
+    tw_fake::mma<tw_fake::Mma16<8, tw_fake::from_half>>(d, a, b, c);
+}
+inline void tw_mma_m16n8k8_tf32(float* d, const unsigned* a, const unsigned* b, const float* c) {
+    tw_fake::mma<tw_fake::MmaTf32>(d, a, b, c);
+}
+// ldmatrix.sync.aligned.m8n8.x<N>[.trans].shared.b16; `row` is an ordinary pointer
+template <int N, bool Transposed = false>
+inline void tw_ldmatrix(unsigned* to, const void* row) {
+    using Load = tw_fake::LoadMatrix<N, Transposed>;
+    Load mine{to, static_cast<const unsigned short*>(row)};
+    tw_fake::cta().runtime->collective(~0u, &Load::body, &mine);
+}
+// cp.async.c{a,g}.shared.global: `bytes` of 4, 8 or 16 come from `from`, the rest is zero. Done at once, so that waits
+// need no stand-in; and a missing one does not show.
+template <int Size>
+inline void tw_cp_async(void* to, const void* from, int bytes = Size) {
+    static_assert(Size == 4 || Size == 8 || Size == 16);
+    if ((reinterpret_cast<size_t>(to) | (bytes ? reinterpret_cast<size_t>(from) : 0)) % Size) {
+        tw_fake::trap("cp.async at an address that its size does not divide", 716);
+    }
+    __builtin_memset(to, 0, Size);
+    __builtin_memcpy(to, from, static_cast<size_t>(bytes));
+}

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstdarg>
@@ -237,7 +238,7 @@ CUresult check_stream(void* stream) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory
 
-char* data_of(uintptr_t address) { return reinterpret_cast<char*>(address); }
+char* data_of(uintptr_t address) { return std::bit_cast<char*>(address); }
 
 // The pattern is a NaN in every format of 16 to 64 bits, and not what memset writes most.
 unsigned char red_byte(const char* at) { return reinterpret_cast<uintptr_t>(at) % 2 ? 0xFF : 0xFB; }
@@ -354,7 +355,7 @@ CUresult check_range(CUdeviceptr pointer, size_t size, bool host_too) {
                     pointer, size - room);
 }
 
-void* host(CUdeviceptr pointer) { return reinterpret_cast<void*>(static_cast<uintptr_t>(pointer)); }
+void* host(CUdeviceptr pointer) { return std::bit_cast<void*>(static_cast<uintptr_t>(pointer)); }
 
 CUresult copy(CUdeviceptr to, bool to_host, CUdeviceptr from, bool from_host, size_t size) {
     if (const CUresult code = check_range(to, size, to_host)) return code;
@@ -461,53 +462,59 @@ TW_API cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
     if (!device_exists(device)) return kInvalidDevice;
     const Chip c = chip();
     const int hopper = capability() >= 90;
-    switch (attribute) {
-        case 1: *value = 1024; break;                // threads of a block
-        case 2: *value = 1024; break;                // block x
-        case 3: *value = 1024; break;                // y
-        case 4: *value = 64; break;                  // z
-        case 5: *value = 2147483647; break;          // grid x
-        case 6: *value = 65535; break;               // y
-        case 7: *value = 65535; break;               // z
-        case 8: *value = 49152; break;               // shared memory of a block
-        case 9: *value = 65536; break;               // constant memory
-        case 10: *value = 32; break;                 // warp
-        case 11: *value = 2147483647; break;         // pitch
-        case 12: *value = 65536; break;              // registers of a block
-        case 13: *value = 1980000; break;            // kHz
-        case 14: *value = 512; break;                // texture alignment
-        case 15: *value = 1; break;                  // overlap
-        case 16: *value = c.sms; break;              // multiprocessors
-        case 19: *value = 1; break;                  // maps host memory
-        case 31: *value = 1; break;                  // concurrent kernels
-        case 32: *value = 1; break;                  // ECC
-        case 33: *value = 1 + device; break;         // PCI bus
-        case 36: *value = 3201000; break;            // memory, kHz
-        case 37: *value = 6144; break;               // memory bus, bits
-        case 38: *value = 62914560; break;           // L2
-        case 39: *value = c.threads_per_sm; break;   // threads of an SM
-        case 40: *value = 3; break;                  // copy engines
-        case 41: *value = 1; break;                  // unified addressing
-        case 75: *value = capability() / 10; break;  // compute capability
-        case 76: *value = capability() % 10; break;
-        case 77: *value = 1; break;                               // stream priorities
-        case 78: *value = 1; break;                               // global L1
-        case 79: *value = 1; break;                               // local L1
-        case 81: *value = c.shared_per_sm; break;                 // shared memory of an SM
-        case 82: *value = 65536; break;                           // registers of an SM
-        case 83: *value = 1; break;                               // managed memory
-        case 87: *value = 2; break;                               // fp32 : fp64
-        case 90: *value = 1; break;                               // compute preemption
-        case 95: *value = 1; break;                               // cooperative launch
-        case 97: *value = c.shared_optin; break;                  // shared memory of a block, opt-in
-        case 106: *value = c.blocks_per_sm; break;                // blocks of an SM
-        case 108: *value = 39321600; break;                       // persisting L2
-        case 109: *value = 134217728; break;                      // access policy window
-        case 111: *value = capability() >= 80 ? 1024 : 0; break;  // reserved shared memory
-        case 115: *value = 1; break;                              // memory pools
-        case 120: *value = hopper; break;                         // clusters
-        case 127: *value = hopper; break;                         // tensor maps
-        default: TW_REQUIRE(attribute > 0 && attribute < 148); *value = 0;
+    const struct {
+        int attribute, value;
+    } known[] = {
+        {1, 1024},                             // threads of a block
+        {2, 1024},                             // block x
+        {3, 1024},                             // block y
+        {4, 64},                               // block z
+        {5, 2147483647},                       // grid x
+        {6, 65535},                            // grid y
+        {7, 65535},                            // grid z
+        {8, 49152},                            // shared memory of a block
+        {9, 65536},                            // constant memory
+        {10, 32},                              // warp
+        {11, 2147483647},                      // pitch
+        {12, 65536},                           // registers of a block
+        {13, 1980000},                         // clock, kHz
+        {14, 512},                             // alignment of textures
+        {15, 1},                               // copies overlap
+        {16, c.sms},                           // multiprocessors
+        {19, 1},                               // maps host memory
+        {31, 1},                               // concurrent kernels
+        {32, 1},                               // ECC
+        {33, 1 + device},                      // PCI bus
+        {36, 3201000},                         // memory clock, kHz
+        {37, 6144},                            // memory bus, bits
+        {38, 62914560},                        // L2
+        {39, c.threads_per_sm},                // threads of an SM
+        {40, 3},                               // copy engines
+        {41, 1},                               // unified addressing
+        {75, capability() / 10},               // compute capability
+        {76, capability() % 10},               // its minor part
+        {77, 1},                               // priorities of streams
+        {78, 1},                               // L1 for global memory
+        {79, 1},                               // L1 for local memory
+        {81, c.shared_per_sm},                 // shared memory of an SM
+        {82, 65536},                           // registers of an SM
+        {83, 1},                               // managed memory
+        {87, 2},                               // fp32 to fp64
+        {90, 1},                               // preemption
+        {95, 1},                               // cooperative launch
+        {97, c.shared_optin},                  // shared memory of a block, at most
+        {106, c.blocks_per_sm},                // blocks of an SM
+        {108, 39321600},                       // persisting L2
+        {109, 134217728},                      // access policy window
+        {111, capability() >= 80 ? 1024 : 0},  // reserved shared memory of a block
+        {115, 1},                              // memory pools
+        {120, hopper},                         // clusters
+        {127, hopper},                         // tensor maps
+    };
+    TW_REQUIRE(attribute > 0 && attribute < 148);
+    *value = 0;
+    for (const auto& k : known) {
+        if (k.attribute == attribute) *value = k.value;
     }
     return kSuccess;
 }
@@ -605,7 +612,7 @@ void* shared_of(void* module) {
     auto* m = static_cast<Module*>(module);
     m->anchor();
     void* block = nullptr;
-    return dlinfo(m->handle, RTLD_DI_TLS_DATA, &block) == 0 ? block : nullptr;
+    return dlinfo(m->handle, RTLD_DI_TLS_DATA, static_cast<void*>(&block)) == 0 ? block : nullptr;
 }
 
 size_t shared_size(void* handle) {
@@ -614,7 +621,7 @@ size_t shared_size(void* handle) {
         size_t size;
     } search = {};
     struct link_map* map = nullptr;
-    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) != 0) return 0;
+    if (dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) != 0) return 0;
     search.base = map->l_addr;
     dl_iterate_phdr(
         [](struct dl_phdr_info* info, size_t, void* data) {
@@ -739,7 +746,7 @@ TW_API cuFuncGetAttribute(int* value, int attribute, Function* function) {
         case 0: *value = static_cast<int>(f->kernel->max_threads); break;
         case 1: *value = static_shared(*f); break;
         case 4: *value = 64; break;  // registers
-        case 5: *value = static_cast<int>(f->module->arch); break;
+        case 5:
         case 6: *value = static_cast<int>(f->module->arch); break;
         case 8: *value = f->max_dynamic; break;
         case 9: *value = f->carveout; break;
@@ -1155,7 +1162,7 @@ namespace {
 bool pointer_attribute(void* data, int attribute, CUdeviceptr pointer,
                        const std::pair<const uintptr_t, Allocation>* found) {
     const Allocation* a = found ? &found->second : nullptr;
-    const auto put = [&](auto value) { std::memcpy(data, &value, sizeof value); };
+    const auto put = [&](auto value) { std::memcpy(data, static_cast<const void*>(&value), sizeof value); };
     switch (attribute) {
         case 1: put(static_cast<void*>(a ? &state().primary[a->device] : nullptr)); return true;
         case 2: put(a ? a->on_host ? 1u : 2u : 0u); return true;
@@ -1228,7 +1235,7 @@ TW_API cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address,
     if (interleave == 0 && inner > spans[swizzle]) return refuse("the inner extent of the box exceeds the swizzle");
     if (interleave == 2 && swizzle != 1) return refuse("32-byte interleave needs the 32-byte swizzle");
     std::memset(map, 0, 128);
-    std::memcpy(map, &address, sizeof address);
+    std::memcpy(map, static_cast<const void*>(&address), sizeof address);
     auto* words = static_cast<uint32_t*>(map);
     words[2] = static_cast<uint32_t>(type), words[3] = rank, words[4] = static_cast<uint32_t>(swizzle);
     for (unsigned i = 0; i < rank; ++i) words[8 + i] = box[i], words[16 + i] = static_cast<uint32_t>(dims[i]);

@@ -135,7 +135,7 @@ std::string without_comments(const std::string& text) {  // nor strings: only na
         }
     };
     for (size_t i = 0; i + 1 < text.size();) {
-        size_t end = i + 1;
+        size_t end;
         if (text.compare(i, 2, "//") == 0) end = std::min(text.find('\n', i), text.size());
         else if (text.compare(i, 2, "/*") == 0) end = std::min(text.find("*/", i + 2), text.size() - 2) + 2;
         else if (text[i] == '"') {
@@ -213,7 +213,8 @@ bool parse(int n, const char* const* given, Options& options, std::string& log) 
                                 option == "--include-path" || option == "-std" || option == "--std" ||
                                 option == "--maxrregcount" || option == "-maxrregcount";
         if (takes_next && option.find('=') == std::string::npos) {
-            if (++i >= n || !given[i]) return refuse(option);
+            ++i;
+            if (i >= n || !given[i]) return refuse(option);
             value = given[i];
         } else if (const size_t equals = option.find('=');
                    equals != std::string::npos && option.compare(0, 2, "-D") != 0) {
