@@ -86,9 +86,15 @@ def compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
+def traced() -> bool:
+    """Whether operators are being recorded or replaced: by a compiler, or by a mode such as FakeTensorMode."""
+    torch = sys.modules.get("torch")
+    return torch is not None and (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0)
+
+
 def stays(value: Any) -> bool:
     """Whether this is a tensor whose values cannot be read now: on a GPU, where that would wait, or traced."""
-    return is_torch(value) and (value.device.type != "cpu" or compiling())
+    return is_torch(value) and (value.device.type != "cpu" or traced())
 
 
 def as_array(
@@ -206,7 +212,7 @@ def _torch_tensor(tensor: Any, name: str, meta: bool, wanted: Device | _Anywhere
         if place == "meta" and not meta:
             refuse(name, "a tensor on the meta device, which has no data", "a tensor on the CPU or a CUDA device")
         check_place(tensor, name, wanted)
-    if tensor.is_neg():
+    if not meta and tensor.is_neg():  # operators, which traced calls end in, resolve it themselves
         tensor = tensor.resolve_neg()
     return tensor
 

@@ -24,12 +24,12 @@ from ._arrays import (
     accumulator,
     as_array,
     check_output,
-    compiling,
     empty,
     empty_in_order,
     inverse,
     is_float,
     is_torch,
+    traced,
     view,
 )
 from ._errors import InvalidArgumentError, refuse, refuse_type, refuse_unknown
@@ -83,9 +83,9 @@ def draw_seed(like: Array, device: Device) -> Rng:
         return int(np.random.randint(0, 2**63, dtype=np.int64)), 0  # noqa: NPY002 (the global generator, on purpose)
     torch = sys.modules["torch"]
     if device is not None:
-        return torch.empty(2, dtype=torch.int64, device=device).random_()
-    seed = torch.empty((), dtype=torch.int64).random_()
-    return torch.stack([seed, torch.zeros_like(seed)]) if compiling() else (int(seed.item()), 0)
+        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
+    return torch.stack([seed, torch.zeros_like(seed)]) if traced() else (int(seed.item()), 0)
 
 
 def rng_of(call: Call) -> Rng:
@@ -376,8 +376,15 @@ def attention_forward(q: Any, k: Any, v: Any, *, out: Any = None, **options: Unp
     rng is the int64[2] (seed, offset) that dropout used, to be given to `attention_backward`; None without dropout.
     Arguments as `attention`.
     """
-    call = call_from("attention_forward", q, k, v, options)
+    record = is_torch(q) and traced()
+    call = call_from("attention_forward", q, k, v, options, meta=record)
     rng = rng_of(call)
+    if record:
+        from . import _torch
+
+        with sys.modules["torch"].no_grad():
+            o, lse = _torch.recorded_forward(call.settings, call.arrays, rng)
+        return (o if out is None else out.copy_(o)), lse, rng_array(call, rng)
     with _no_grad(call):
         o, lse = run_forward(call.settings, call.arrays, rng, True, checked_out(out, "out", call))
     return o, lse, rng_array(call, rng)
@@ -426,10 +433,20 @@ def attention_backward(
     Probabilities are recomputed from q, k and lse (Dao 2023, arXiv:2307.08691, algorithm 2); dS = P * (dP - D + dlse)
     with D = rowsum(o * do).
     """
-    call = call_from("attention_backward", q, k, v, options)
+    record = is_torch(q) and traced()
+    call = call_from("attention_backward", q, k, v, options, meta=record)
     settings, device = call.settings, call.device
     pair = given_rng(call, rng)
     places = _wanted_places(call, wanted)
+    if record:
+        from . import _torch
+
+        with sys.modules["torch"].no_grad():
+            found = _torch.recorded_backward(settings, call.arrays, pair, do, o, lse, dlse, places)
+        for place, given in ((Q, dq), (K, dk), (V, dv)):
+            if given is not None:
+                found[place] = given.copy_(found[place])
+        return _gradients(call, found)
     buffers: dict[int, Array] = {}
     for place, name, given in ((Q, "dq", dq), (K, "dk", dk), (V, "dv", dv)):
         array = checked_out(given, name, call)
@@ -665,8 +682,8 @@ def merge(o_parts: Any, lse_parts: Any, *, layout: Layout = "bshd") -> tuple[Any
 
 def _parts(value: Any, name: str) -> list[Array]:
     if isinstance(value, np.ndarray) or is_torch(value):
-        value = list(as_array(value, name, device=ANYWHERE))
-    return [as_array(each, f"{name}[{n}]", device=ANYWHERE) for n, each in enumerate(value)]
+        value = list(as_array(value, name, meta=traced(), device=ANYWHERE))
+    return [as_array(each, f"{name}[{n}]", meta=traced(), device=ANYWHERE) for n, each in enumerate(value)]
 
 
 def merge_arrays(parts: Sequence[Array], lses: Sequence[Array], order: tuple[int, ...]) -> tuple[Array, Array]:

@@ -72,7 +72,8 @@ class Options(TypedDict, total=False):
     validate: bool
 
 
-OPTION_NAMES: Final = frozenset(Options.__annotations__)
+OPTION_ORDER: Final = tuple(Options.__annotations__)  # that of the parameters of Call
+OPTION_NAMES: Final = frozenset(OPTION_ORDER)
 
 # Places of the arrays of a call; those of the mask and the score_mod follow.
 Q, K, V, BIAS, SLOPES, SINKS, Q_OFFSET, CU_Q, CU_KV, USED_Q, USED_KV, LEFTPAD, ARRAYS = range(13)

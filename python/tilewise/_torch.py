@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 
-from ._arrays import ANYWHERE, Array, as_array, empty_in_order, is_float
+from ._arrays import ANYWHERE, Array, as_array, empty_in_order, inverse, is_float, traced
 from ._attention import checked_out, merge_arrays, rng_of, run_backward, run_forward
 from ._errors import UnsupportedError, refuse
-from ._problem import ARRAYS, BIAS, SINKS, SLOPES, Call, K, Q, Rng, Settings, V
+from ._problem import ARRAYS, BIAS, OPTION_ORDER, SINKS, SLOPES, Call, K, Q, Rng, Settings, V
+from ._trace import Function
+
+torch_ops: Any = None
+if hasattr(torch.library, "register_autograd"):  # torch >= 2.4
+    from . import torch_ops
+
+_SCORE_MOD: Final = OPTION_ORDER.index("score_mod")
 
 _SECOND_ORDER: Final = (
     "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. "
@@ -38,10 +44,45 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
     """See `tilewise.attention`; options in the order of `Call`."""
-    if torch.compiler.is_compiling():
-        # A clean break of the graph. Without it the compiler would try every frame below, at great length and in vain.
-        return torch.compiler.disable(_attention)(q, k, v, options, return_lse, out)
+    if traced():
+        compiling = torch.compiler.is_compiling()
+        function = options[_SCORE_MOD]
+        if torch_ops is not None and (not compiling or function is None or isinstance(function, Function)):
+            return _traced(q, k, v, options, return_lse, out)
+        if compiling:
+            # A clean break of the graph: a function cannot be traced while a compiler traces. Without it the compiler
+            # would try every frame below, at great length and in vain.
+            return torch.compiler.disable(_attention)(q, k, v, options, return_lse, out)
     return _attention(q, k, v, options, return_lse, out)
+
+
+def _traced(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
+    """One operator, for a compiler to see."""
+    call = Call(*autocast(q, k, v), *options, meta=True)
+    o, lse = recorded_forward(call.settings, call.arrays, rng_of(call))
+    if out is not None:
+        o = out.copy_(o)
+    return (o, lse) if return_lse else o
+
+
+def recorded_forward(settings: Settings, arrays: Sequence[Any], rng: Rng) -> tuple[Any, Any]:
+    """run_forward as an operator."""
+    o, lse = torch.ops.tilewise.attention_forward(*torch_ops.pack(settings, _as_tensors(arrays), rng))
+    return o, lse
+
+
+def recorded_backward(
+    settings: Settings, arrays: Sequence[Any], rng: Rng, do: Any, o: Any, lse: Any, dlse: Any, wanted: Sequence[int]
+) -> dict[int, Any]:
+    """run_backward as an operator."""
+    inputs = torch_ops.pack(settings, _as_tensors(arrays), rng)
+    found = torch.ops.tilewise.attention_backward(do, o, lse, dlse, *inputs, list(wanted))
+    return dict(zip(wanted, found, strict=True))
+
+
+def _as_tensors(arrays: Sequence[Array | None]) -> list[Array | None]:
+    """NumPy arrays beside tensors (masks, lengths) as tensors too."""
+    return [array if array is None or isinstance(array, torch.Tensor) else torch.as_tensor(array) for array in arrays]
 
 
 def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
@@ -253,7 +294,7 @@ def merge(parts: list[Any], lses: list[Any], order: tuple[int, ...]) -> tuple[An
 
 
 def _merged(parts: Sequence[Any], lses: Sequence[Any], order: tuple[int, ...]) -> tuple[Any, Any]:
-    if parts[0].device.type == "cpu" and not torch.compiler.is_compiling():
+    if parts[0].device.type == "cpu" and not traced():
         return merge_arrays(parts, lses, order)
     return _merge_in_torch(parts, lses, order)
 
@@ -261,7 +302,7 @@ def _merged(parts: Sequence[Any], lses: Sequence[Any], order: tuple[int, ...]) -
 def _merge_in_torch(parts: Sequence[Any], lses: Sequence[Any], order: tuple[int, ...]) -> tuple[Any, Any]:
     """The same as merge_arrays in torch's operations, in the dtype of lse, one part after the other."""
     dtype = torch.promote_types(lses[0].dtype, torch.float32)
-    back = tuple(np.argsort(order[:-1]).tolist())  # from the axes of lse to those of o
+    back = inverse(order[:-1])  # from the axes of lse to those of o
     wide = [lse.to(dtype) for lse in lses]
     largest = wide[0]
     for lse in wide[1:]:
@@ -298,7 +339,7 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         *tensors, o, lse = ctx.saved_tensors
         count = len(tensors) // 2
-        back = tuple(np.argsort(ctx.order[:-1]).tolist())
+        back = inverse(ctx.order[:-1])
         do, o = do.to(lse.dtype), o.to(lse.dtype)
         d_parts: list[Any] = []
         d_lses: list[Any] = []

@@ -528,6 +528,8 @@ def _classify(role: str, name: str, value: Any) -> tuple[Any, tuple[str, int, in
     if isinstance(value, Node):
         raise TraceError(f"captured {name}: got a traced value; capture numbers and arrays, from outside the function.")
     array = as_array(value, f"captured {name}", sequence=True, meta=True, device=ANYWHERE)
+    if is_torch(array) and array.is_neg():
+        array = array.resolve_neg()
     rank = array.ndim
     if rank == 0:
         array = array.reshape(1)

@@ -188,8 +188,12 @@ class TestTorch:
 
         with pytest.raises(tilewise.InvalidArgumentError, match="meta device"):
             run(self.q.to("meta"), self.k, self.k)
-        with FakeTensorMode(), pytest.raises(tilewise.InvalidArgumentError, match="FakeTensor"):
-            run(self.torch.zeros(1, 5, 2, 8), self.torch.zeros(1, 6, 2, 8), self.torch.zeros(1, 6, 2, 8))
+        with FakeTensorMode():
+            q, k = self.torch.zeros(1, 5, 2, 8), self.torch.zeros(1, 6, 2, 8)
+            o, lse = run(q, k, k, return_lse=True)
+            assert o.shape == q.shape and lse.shape == (1, 2, 5)  # as an operator
+            with pytest.raises(tilewise.InvalidArgumentError, match="FakeTensor"):
+                tilewise.attn_probs(q, k)
 
     def test_all_arrays_of_a_call_are_on_one_device(self):
         # No such device is needed to refuse it: a tensor that says so will do.
