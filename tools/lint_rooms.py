@@ -53,7 +53,9 @@ CONFINED = (
     ),
     Confined(
         "libcuda",
-        re.compile(r"\bcu[A-Z]\w*|\bCU[a-z]\w*|\bCU_[A-Z]\w+|\bCUDA_(SUCCESS|ERROR_\w+)|\blibcuda\b|[<\"/]cuda\w*\.h\b"),
+        re.compile(
+            r"\bcu[A-Z]\w*|\bCU[a-z]\w*|\bCU_[A-Z]\w+|\bCUDA_(SUCCESS|ERROR_\w+)|\blibcuda\b|[<\"/]cuda\w*\.h\b"
+        ),
         ("src", "include", "python/tilewise/_ext.cpp"),
         ("src/cuda/driver.hpp", "src/cuda/driver.cpp"),
         "src/cuda/driver.* alone knows the driver; its table has names of ours",

@@ -9,7 +9,7 @@ const std::vector<EnvVariable>& env_variables() {
         {"TILEWISE_CACHE_DIR", "folder of compiled GPU kernels; default: $XDG_CACHE_HOME/tilewise or ~/.cache/tilewise"},
         {"TILEWISE_CACHE_MAX_MB", "its largest size in MiB, default 1024; 0: no cache"},
         {"TILEWISE_CPU_ISA", "scalar, avx2 or avx512: forces the instruction set of the CPU kernels"},
-        {"TILEWISE_CUDA_DRIVER", "library to load as the CUDA driver; default: libcuda.so.1"},
+        {"TILEWISE_CUDA_DRIVER", "library to load as the CUDA driver; default: the one of the system"},
         {"TILEWISE_NVRTC", "library to load as NVRTC, CUDA's run-time compiler; default: the newest that the driver takes"},
         {"TILEWISE_PACKS", "folders of kernels compiled beforehand, joined by colons"},
         {"TILEWISE_NUM_THREADS", "threads of the CPU kernels; default: as the OpenMP run time of the process"},

@@ -1,6 +1,7 @@
 #include "device.hpp"
 
 #include <atomic>
+#include <cstdio>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -40,7 +41,7 @@ DeviceInfo read_info(const Driver& d, int index) {
     char text[256] = {};
     check(d.device_name(text, sizeof text - 1, device), what);
     info.name = text;
-    if (d.device_pci_bus_id(text, sizeof text - 1, device) == kSuccess) info.pci_bus_id = text;
+    if (d.device_pci_bus_id && d.device_pci_bus_id(text, sizeof text - 1, device) == kSuccess) info.pci_bus_id = text;
     info.major = attribute(kComputeCapabilityMajor);
     info.minor = attribute(kComputeCapabilityMinor);
     info.num_sms = attribute(kMultiprocessorCount);

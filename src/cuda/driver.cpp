@@ -64,7 +64,6 @@ std::string load(Driver& driver) {
     bind(driver.device_name, "cuDeviceGetName");
     bind(driver.device_attribute, "cuDeviceGetAttribute");
     bind(driver.device_total_memory, "cuDeviceTotalMem_v2");
-    bind(driver.device_pci_bus_id, "cuDeviceGetPCIBusId");
     bind(driver.primary_context_retain, "cuDevicePrimaryCtxRetain");
     bind(driver.context_current, "cuCtxGetCurrent");
     bind(driver.context_set_current, "cuCtxSetCurrent");
@@ -78,7 +77,6 @@ std::string load(Driver& driver) {
     bind(driver.memory_to_host_async, "cuMemcpyDtoHAsync_v2");
     bind(driver.memory_set_async, "cuMemsetD8Async");
     bind(driver.stream_synchronize, "cuStreamSynchronize");
-    bind(driver.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
     bind(driver.module_load, "cuModuleLoadDataEx");
     bind(driver.module_unload, "cuModuleUnload");
     bind(driver.module_function, "cuModuleGetFunction");
@@ -86,6 +84,10 @@ std::string load(Driver& driver) {
     bind(driver.function_set_attribute, "cuFuncSetAttribute");
     bind(driver.launch, "cuLaunchKernelEx");
     bind(driver.encode_tiled, "cuTensorMapEncodeTiled");
+    const char* const required = missing;  // without the rest things work, too: they may stay null
+    bind(driver.device_pci_bus_id, "cuDeviceGetPCIBusId");
+    bind(driver.exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+    missing = required;
     if (missing != nullptr) {
         return "the NVIDIA driver (" + driver.path + ") has no " + missing + "; allowed: drivers of CUDA " +
                cuda_version_text(kOldestDriver) + " or newer. Update the driver.";

@@ -89,7 +89,7 @@ struct Driver {
     Result (*device_name)(char*, int capacity, int device);
     Result (*device_attribute)(int*, DeviceAttribute, int device);
     Result (*device_total_memory)(size_t*, int device);
-    Result (*device_pci_bus_id)(char*, int capacity, int device);
+    Result (*device_pci_bus_id)(char*, int capacity, int device);  // may be null
     Result (*primary_context_retain)(void** context, int device);
     Result (*context_current)(void** context);
     Result (*context_set_current)(void* context);
@@ -103,7 +103,7 @@ struct Driver {
     Result (*memory_to_host_async)(void*, Address, size_t bytes, void* stream);
     Result (*memory_set_async)(Address, unsigned char byte, size_t bytes, void* stream);
     Result (*stream_synchronize)(void* stream);
-    Result (*exchange_capture_mode)(CaptureMode*);
+    Result (*exchange_capture_mode)(CaptureMode*);  // may be null
     Result (*module_load)(void** module, const void* image, unsigned options, const JitOption*, void** values);
     Result (*module_unload)(void* module);
     Result (*module_function)(void** function, void* module, const char* name);

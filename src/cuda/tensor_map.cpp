@@ -64,12 +64,13 @@ void validate(const TiledLayout& t) {
 
 TensorMap encode_tiled(const TiledLayout& layout) {
     validate(layout);
-    TensorMap map{};
+    // Not in the returned object: GCC does not align the place of a result that its caller drops.
+    alignas(64) std::array<uint64_t, 16> opaque{};
     const std::array<uint32_t, 5> ones{1, 1, 1, 1, 1};
     const Result result = driver().encode_tiled(
-        &map, static_cast<int>(layout.dtype), static_cast<uint32_t>(layout.rank), const_cast<void*>(layout.data),
-        layout.shape.data(), layout.stride_bytes.data() + 1, layout.box.data(), ones.data(), 0,
-        static_cast<int>(layout.swizzle), static_cast<int>(layout.l2), layout.nan_outside ? 1 : 0);
+        opaque.data(), static_cast<int>(layout.dtype), static_cast<uint32_t>(layout.rank),
+        const_cast<void*>(layout.data), layout.shape.data(), layout.stride_bytes.data() + 1, layout.box.data(),
+        ones.data(), 0, static_cast<int>(layout.swizzle), static_cast<int>(layout.l2), layout.nan_outside ? 1 : 0);
     check(result, [&] {
         std::string text = "encoding a tensor map (dtype " + std::to_string(static_cast<int>(layout.dtype)) + ", shape";
         for (size_t d = 0; d < static_cast<size_t>(layout.rank); ++d) {
@@ -78,7 +79,7 @@ TensorMap encode_tiled(const TiledLayout& layout) {
         }
         return text + " as size:stride:box, swizzle " + std::to_string(span_of(layout.swizzle)) + ")";
     });
-    return map;
+    return {opaque};
 }
 
 }  // namespace tilewise::cuda

@@ -34,6 +34,10 @@ public:
     File(const File&) = delete;
     File& operator=(const File&) = delete;
     ~File() { close(); }
+    void reopen(const std::string& path, int flags) {
+        close();
+        fd_ = open(path.c_str(), flags | O_CLOEXEC);
+    }
     explicit operator bool() const { return fd_ >= 0; }
     [[nodiscard]] int fd() const { return fd_; }
     bool close() {
@@ -124,7 +128,10 @@ Opened read_entry(const std::string& path, const std::string& key_hex, Cache::Tr
         entry.problem = why;
         return entry;
     };
-    const File file(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    // To look is no use of it; only an owner may leave the time alone.
+    const int flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
+    File file(path, how == Read::use ? flags : flags | O_NOATIME);
+    if (!file && errno == EPERM) file.reopen(path, flags);
     if (!file) return bad(errno == ENOENT ? "not there" : std::strerror(errno));  // NOLINT(concurrency-mt-unsafe)
     struct stat info{};
     if (fstat(file.fd(), &info) != 0 || !S_ISREG(info.st_mode)) return bad("not a regular file");
@@ -205,10 +212,13 @@ public:
         }
         held_ = true;
     }
-    // The file goes only once the entry is there: who then makes a new lock file looks again and finds the entry.
-    void remove() {
+    // The entry is there by now: who makes a new lock file looks again and finds it. (If it could not be made, or the
+    // disk does not take it, nobody gains by waiting.)
+    ~Lock() {
         if (held_) unlink(path_.c_str());
     }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
 
 private:
     std::string path_;
@@ -238,10 +248,10 @@ std::optional<Image> Cache::find(const std::string& key_material) const {
 Image Cache::get_or_compile(const std::string& key_material, const std::function<Image()>& compile) const {
     if (std::optional<Image> image = find(key_material)) return std::move(*image);
     if (!enabled() || trust_ != Trust::own || !make_directory(directory_)) return compile();
-    Lock lock(directory_ + "/" + key_of(key_material) + std::string(kLockSuffix));
+    const Lock lock(directory_ + "/" + key_of(key_material) + std::string(kLockSuffix));
     if (std::optional<Image> image = find(key_material)) return std::move(*image);
     Image image = compile();
-    if (publish(key_material, image)) lock.remove();
+    publish(key_material, image);
     return image;
 }
 
