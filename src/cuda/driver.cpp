@@ -130,13 +130,10 @@ const State& state() {
         });
         (void)registered;
         auto* made = new State;  // never destroyed: a host may free device memory while the process ends
+        started.store(true);
         made->why_not = load(made->driver);
-        if (made->why_not.empty()) {
-            started.store(true);
-            made->why_not = start(made->driver);
-            // Without a started driver a child is as good as its parent.
-            if (!made->why_not.empty()) started.store(false);
-        }
+        if (made->why_not.empty()) made->why_not = start(made->driver);
+        if (!made->why_not.empty()) started.store(false);  // then a child is as good as its parent
         return made;
     }();
     return *instance;

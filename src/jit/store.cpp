@@ -1,8 +1,13 @@
 #include "store.hpp"
 
+#include <sys/stat.h>
+
+#include <chrono>
+#include <cstdio>
 #include <optional>
 
 #include "cache.hpp"
+#include "core/env.hpp"
 #include "core/error.hpp"
 #include "nvrtc.hpp"
 
@@ -25,6 +30,17 @@ std::optional<Image> find_in_packs(const std::vector<Cache>& folders, const Sour
         }
     }
     return std::nullopt;
+}
+
+Image compile(const Nvrtc& nvrtc, const Source& source, const Target& target) {
+    const auto start = std::chrono::steady_clock::now();
+    Image image = nvrtc.compile(source, target);
+    if (core::env("TILEWISE_VERBOSE").find("jit") != std::string::npos) {
+        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+        std::fprintf(stderr, "tilewise: compiled %s in %.2f s, %zu bytes%s%s\n", image.about.c_str(), seconds.count(),
+                     image.bytes.size(), image.log.empty() ? "" : "\n", image.log.c_str());
+    }
+    return image;
 }
 
 }  // namespace
@@ -51,12 +67,15 @@ Image obtain(const Source& source, int gpu_major, int gpu_minor, int driver_vers
     if (nvrtc == nullptr) nvrtc = &require_nvrtc(driver_version, &gpu);
     const Target target = choose_target(gpu, nvrtc->archs(), nvrtc->name() + " (" + nvrtc->path() + ")");
     return user_cache().get_or_compile(key_material(source, target, nvrtc->identity()),
-                                       [&] { return nvrtc->compile(source, target); });
+                                       [&] { return compile(*nvrtc, source, target); });
 }
 
 Image compile_into_pack(const Source& source, const Target& target, const std::string& directory) {
-    Image image = require_nvrtc(0, &target.arch).compile(source, target);
-    if (!Cache(directory, UINT64_MAX).publish(key_material(source, target, ""), image)) {
+    Image image = compile(require_nvrtc(0, &target.arch), source, target);
+    const std::string material = key_material(source, target, "");
+    // Unlike a cache, a pack may be for all users of a machine.
+    if (!Cache(directory, UINT64_MAX).publish(material, image) ||
+        chmod((directory + "/" + Cache::file_name(material)).c_str(), 0644) != 0) {
         throw core::Error(core::Status::invalid_argument,
                           "pack: " + directory + " does not take files; allowed: a folder that can be written to.");
     }
