@@ -595,6 +595,7 @@ void Case::run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, 
         darrays.push_back(mirror.translate(args.darrays[n]));
     }
     raw.arrays = arrays.data(), args.darrays = darrays.data();
+    if (raw.score_mod) raw.deterministic = 0;  // declined: gradients of captured arrays
     const core::Problem p = core::make_problem(raw);
     const auto run = [&](core::Pass pass, const auto& go) {
         const core::Choice choice = core::choose(p, pass);

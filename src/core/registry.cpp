@@ -24,6 +24,7 @@ Choice choose(const Problem& problem, Pass pass) {
         names += std::string(names.empty() ? "" : ", ") + implementation->name;
         if (!problem.backend.empty() && family(problem.backend) != family(implementation->name)) continue;
         known = true;
+        if (pass == Pass::forward ? implementation->forward == nullptr : implementation->backward == nullptr) continue;
         std::string reason;
         if (implementation->device_type != problem.device.type) {
             if (problem.backend.empty()) continue;  // goes without saying

@@ -20,7 +20,7 @@ struct Workspace {
 
 struct Implementation {
     const char* name;
-    // Empty string = takes it; otherwise one sentence that says why not and what would work.
+    // A pass that it does not have is null and never asked for. Empty string = takes it; otherwise one sentence that says why not and what would work.
     std::string (*supports)(const Problem& problem, Pass pass);
     size_t (*workspace_bytes)(const Problem& problem, Pass pass);
     std::string (*explain)(const Problem& problem, Pass pass);  // tile sizes, ISA, split: one line per fact

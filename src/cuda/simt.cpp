@@ -112,10 +112,7 @@ LaunchConfig config_of(const Problem& p, int columns, int64_t tiles, int64_t hea
     return config;
 }
 
-std::string supports(const Problem& p, Pass asked, Pass own) {
-    if (asked != own) {
-        return own == Pass::forward ? "computes the forward pass only" : "computes the backward pass only";
-    }
+std::string supports(const Problem& p, Pass own) {
     std::string why_not;
     if (!available(&why_not)) return why_not;
     const auto program = program_of(p, own);
@@ -139,7 +136,7 @@ std::string supports(const Problem& p, Pass asked, Pass own) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-std::string forward_supports(const Problem& p, Pass pass) { return supports(p, pass, Pass::forward); }
+std::string forward_supports(const Problem& p, Pass) { return supports(p, Pass::forward); }
 
 size_t forward_workspace(const Problem& p, Pass) {
     Arena arena(nullptr);
@@ -176,17 +173,10 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
            params.data(), params.size());
 }
 
-void no_backward(const Problem&, const core::BackwardArgs&, Workspace) {
-    throw core::Error(core::Status::internal, "fwd_simt was asked for a backward pass");
-}
-void no_forward(const Problem&, const core::ForwardArgs&, Workspace) {
-    throw core::Error(core::Status::internal, "bwd_simt was asked for a forward pass");
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-std::string backward_supports(const Problem& p, Pass pass) { return supports(p, pass, Pass::backward); }
+std::string backward_supports(const Problem& p, Pass) { return supports(p, Pass::backward); }
 
 // Workspace after that of Call. Sized for every gradient, since a plan does not know which are wanted.
 struct BackwardMemory {
@@ -324,8 +314,8 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
 }  // namespace
 
 const core::Implementation kFwdSimt{"fwd_simt", forward_supports, forward_workspace, forward_explain,
-                                    forward,    no_backward,      TILEWISE_CUDA};
+                                    forward,    nullptr,          TILEWISE_CUDA};
 const core::Implementation kBwdSimt{"bwd_simt", backward_supports, backward_workspace, backward_explain,
-                                    no_forward, backward,          TILEWISE_CUDA};
+                                    nullptr,    backward,          TILEWISE_CUDA};
 
 }  // namespace tilewise::cuda

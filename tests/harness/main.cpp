@@ -60,6 +60,7 @@ int run_support() {
         Case problem(static_cast<uint64_t>(number("seed") + n), {dtype(), number("seqlen"), number("dim"), false});
         for (const core::Implementation* implementation : core::implementations()) {
             for (const core::Pass pass : {core::Pass::forward, core::Pass::backward}) {
+                if (pass == core::Pass::forward ? !implementation->forward : !implementation->backward) continue;
                 const std::string why_not = implementation->supports(problem.problem(), pass);
                 ++reasons[std::string(implementation->name) +
                           (pass == core::Pass::forward ? " forward: " : " backward: ") +
