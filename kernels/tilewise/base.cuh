@@ -191,11 +191,11 @@ struct Site {
     Int b, h, head_kv;
     Int q_row0, q_len, kv_row0, kv_len;
     Int q_offset;          // position of query 0
-    Int q_token, kv_token; // index of query 0 and key 0 on the token axis of mask arrays
+    Int q_token, kv_token;  // index of query 0 and key 0 on the token axis of mask arrays
 };
 
 TW_DEVICE Site make_site(const abi::Problem& p, Int b, Int h) {
-    Site site{b, h, h / (p.num_heads_q / p.num_heads_kv), 0, p.q_rows, 0, p.kv_rows, 0, 0, 0};
+    Site site{b, h, h / maximum(p.num_heads_q / p.num_heads_kv, 1), 0, p.q_rows, 0, p.kv_rows, 0, 0, 0};
     if (p.sequences) {
         const abi::Sequence& s = p.sequences[b];
         site.q_row0 = s.q_row0, site.q_len = s.q_len, site.kv_row0 = s.kv_row0, site.kv_len = s.kv_len;
