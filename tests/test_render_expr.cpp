@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -521,6 +522,32 @@ TEST(RenderExpr, DocumentsAreDecidedThroughSummaries) {
             const int want = j + 128 <= first ? 2 : j >= end ? 0 : 1;
             ASSERT_EQ(compiled.mask_truth(1, &data, 0, 64, j, j + 128), want) << b << " " << j;
         }
+    }
+}
+
+TEST(RenderExpr, SummariesHoldEveryElement) {
+    World w = make_world(7, true);
+    const Array& reals = w.arrays[5];  // 200 elements: with a block of nothing but NaN, and extremes at its edges
+    for (int64_t k = 64; k < 128; ++k) store_float(reals.data, reals.dtype, k, kNan);
+    store_float(reals.data, reals.dtype, 0, -1e30), store_float(reals.data, reals.dtype, 63, 1e30);
+    store_float(reals.data, reals.dtype, 128, kInf), store_float(reals.data, reals.dtype, 199, -kInf);
+    const Compiled<float> compiled(w, {"true"}, {});
+    if (!compiled) return;
+    for (const Array& a : w.arrays) {
+        std::vector<std::array<double, 3>> want(static_cast<size_t>((a.size() + 63) / 64), {kInf, -kInf, 0});
+        std::vector<std::array<double, 3>> got(want.size());
+        size_t element = 0;
+        for_each_element(a, [&](const auto&, int64_t offset) {
+            std::array<double, 3>& block = want[element++ / 64];
+            const double v = is_float(a.dtype) ? load_float(a.data, a.dtype, offset)
+                                               : static_cast<int32_t>(load_int(a.data, a.dtype, offset));
+            if (std::isnan(v)) block[2] = 1;
+            else block[0] = std::min(block[0], v), block[1] = std::max(block[1], v);
+        });
+        const abi::Array on_device = Compiled<float>::device(a);
+        compiled.summarise(&on_device, static_cast<int>(a.dtype), a.rank, static_cast<abi::Int>(got.size()),
+                           got.empty() ? nullptr : got[0].data());
+        EXPECT_EQ(got, want) << describe(a);
     }
 }
 
