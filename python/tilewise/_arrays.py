@@ -119,7 +119,7 @@ def as_array(
         return _numpy_array(value.view(np.ndarray), name)
     if sequence and isinstance(value, (list, tuple, np.generic)):
         if compiling():
-            return sys.modules["torch"].tensor(value, device=None if device is ANYWHERE else device)
+            return sys.modules["torch"].tensor(value, device="cpu" if device is None or device is ANYWHERE else device)
         try:
             array = np.asarray(value)
         except ValueError:

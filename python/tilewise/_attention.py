@@ -84,7 +84,7 @@ def draw_seed(like: Array, device: Device) -> Rng:
     torch = sys.modules["torch"]
     if device is not None:
         return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
-    seed = torch.randint(2**63 - 1, (), dtype=torch.int64)
+    seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
     return torch.stack([seed, torch.zeros_like(seed)]) if traced() else (int(seed.item()), 0)
 
 
@@ -105,7 +105,7 @@ def rng_array(call: Call, rng: Rng) -> Array | None:
         return np.array(rng, np.int64)
     torch = sys.modules["torch"]
     if call.device is None:
-        return torch.tensor(rng)
+        return torch.tensor(rng, device="cpu")
     array = torch.empty(2, dtype=torch.int64, device=call.device)
     for n, number in enumerate(rng):
         array[n : n + 1].fill_(number)  # a kernel each; a copy from here would wait

@@ -202,8 +202,8 @@ struct Workspace {
 };
 
 // Plans of recent calls on CUDA tensors, where deciding means compiling. Found by what a plan is bound to and nothing
-// else: dtypes, head counts, dims, layout, alignment, options and device, but not lengths, batch, strides or values. Needs
-// the GIL.
+// else: dtypes, head counts, dims, layout, alignment, options and device, but not lengths, batch, strides or values.
+// Needs the GIL.
 class PlanCache {
 public:
     // The plan, and the workspace that it needs for the lengths of this problem.
@@ -228,7 +228,7 @@ public:
 
 private:
     static constexpr size_t kMaxPlans = 256;
-    static constexpr size_t kMaxShapes = 256;
+    static constexpr size_t kMaxShapes = 64;
 
     struct Entry {
         std::string key;
@@ -271,11 +271,11 @@ private:
         const tilewise_problem& p = problem.raw;
         std::string key;
         append(key, backward);
-        for (const int32_t n : {p.device_type, p.device_index, p.layout, p.causal, p.q_offset_mode, p.deterministic,
-                                p.batch_invariant, p.validate, int32_t{p.softcap > 0}, int32_t{p.window_left >= 0},
-                                int32_t{p.window_right >= 0}, int32_t{p.chunk > 0},
-                                int32_t{p.dropout_p >= 0x1p-17},  // less is rounded to no dropout
-                                p.num_arrays, p.num_scalars}) {
+        for (const int32_t n :
+             {p.device_type, p.device_index, p.layout, p.causal, p.q_offset_mode, p.deterministic, p.batch_invariant,
+              p.validate, int32_t{p.softcap > 0}, int32_t{p.window_left >= 0}, int32_t{p.window_right >= 0},
+              int32_t{p.chunk > 0}, int32_t{p.dropout_p >= 0x1p-17},  // less is rounded to no dropout
+              p.num_arrays, p.num_scalars}) {
             append(key, n);
         }
         // Heads and dims, from where they stand in q and v.
@@ -307,7 +307,7 @@ private:
             append(key, t.dtype);
             if (t.dtype == TILEWISE_NONE) return;
             append(key, t.rank), append(key, t.shape), append(key, t.strides);
-            append(key, reinterpret_cast<uintptr_t>(t.data) % 256);
+            append(key, reinterpret_cast<uintptr_t>(t.data) % 16);
         };
         for (const tilewise_tensor* t :
              {&p.q, &p.k, &p.v, &p.bias, &p.alibi_slopes, &p.sinks, &p.cu_seqlens_q, &p.cu_seqlens_kv, &p.seqused_q,
@@ -315,8 +315,8 @@ private:
             add(*t);
         }
         for (const tilewise_tensor& t : problem.arrays) add(t);
-        for (const int64_t n : {p.max_seqlen_q, p.max_seqlen_kv, p.window_left, p.window_right, p.chunk,
-                                p.q_offset_value}) {
+        for (const int64_t n :
+             {p.max_seqlen_q, p.max_seqlen_kv, p.window_left, p.window_right, p.chunk, p.q_offset_value}) {
             append(key, n);
         }
         return key;

@@ -44,7 +44,7 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 
 def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
     """See `tilewise.attention`; options in the order of `Call`."""
-    if traced():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         compiling = torch.compiler.is_compiling()
         function = options[_SCORE_MOD]
         if torch_ops is not None and (not compiling or function is None or isinstance(function, Function)):
@@ -82,7 +82,10 @@ def recorded_backward(
 
 def _as_tensors(arrays: Sequence[Array | None]) -> list[Array | None]:
     """NumPy arrays beside tensors (masks, lengths) as tensors too."""
-    return [array if array is None or isinstance(array, torch.Tensor) else torch.as_tensor(array) for array in arrays]
+    return [
+        array if array is None or isinstance(array, torch.Tensor) else torch.as_tensor(array, device="cpu")
+        for array in arrays
+    ]
 
 
 def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
