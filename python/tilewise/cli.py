@@ -135,26 +135,47 @@ def bench(
             "query/key heads, queries:keys, head dim."
         ),
     ] = "grid,decode,documents",
-    seqlen: Annotated[str, typer.Option(help="Sequence lengths of the grid.")] = "512,2048,8192",
-    head_dim: Annotated[str, typer.Option(help="Head dims of the grid.")] = "64,128",
+    seqlen: Annotated[
+        str | None, typer.Option(help="Sequence lengths of the grid.  [default: 512,2048,8192; GPU: 512 to 16384]")
+    ] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Head dims of the grid.  [default: 64,128; GPU: +256]")] = None,
     heads: Annotated[str | None, typer.Option(help="Heads, or query/key heads.  [default: hidden size 256]")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Batch.  [default: 2048 tokens or 1]")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, fp64, joined by commas.")] = "fp32",
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16, fp16, fp64, joined by commas.  [default: fp32; GPU: bf16]")
+    ] = None,
     causal: Annotated[str, typer.Option(help="no, yes or both.")] = "both",
     pass_: Annotated[str, typer.Option("--pass", help="fwd, bwd or both.")] = "both",
-    peers: Annotated[str, typer.Option(help="Whom to run beside Tilewise.")] = "sdpa,sdpa-flash,standard",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Whom to run beside Tilewise.  [default: all: sdpa,sdpa-flash,standard; GPU: "
+            "cudnn,fa2,efficient,flex,math]"
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch and Tilewise.  [default: torch's]")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="2 rounds of 50 ms and lengths up to 2048: a look, not a result.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="2 rounds of 50 ms and lengths up to 2048: a look, not a result. GPU: 3 rounds, 3 lengths, head dims 64 "
+            "and 128, under four minutes.",
+        ),
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds.")] = 5,
-    device: Annotated[str, typer.Option(help="auto = the best this version has kernels for; or cpu.")] = "auto",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds.  [default: 5]")] = None,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="GPU: seconds that the run may take; rounds are dropped evenly to fit.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto or cpu; or cuda.")] = "auto",
     json: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
     md: Annotated[Path | None, typer.Option(help="Write the table to this Markdown file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write the picture to this file.")] = None,
     save: Annotated[str | None, typer.Option(help="Keep all three in bench/results/NAME/.", metavar="NAME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="GPU: folder of bench.json, .md and .png.  [default: bench/results/GPU]")
+    ] = None,
 ) -> None:
     """Tilewise against what is installed, side by side in one run, with ratios.
 
@@ -163,8 +184,18 @@ def bench(
     the range, of the ratio of two times of the same round. The accuracy rule is checked in every cell.
 
     The default list takes about fifteen minutes on two cores. Exit status 1 if Tilewise fails the accuracy rule.
+
+    With --device cuda: cuDNN, FlashAttention-2, memory-efficient and math attention of PyTorch, and FlexAttention where
+    the mask needs it, replayed from CUDA graphs; 16,384 tokens and hidden size 2048 in every cell, about ten minutes.
     """
     need("torch", "The benchmark", "torch")
+    if device == "cuda":
+        ignored = {"--heads": heads, "--batch": batch, "--threads": threads, "--json": json, "--md": md, "--png": png}
+        if given := [name for name, value in ignored.items() if value is not None]:
+            fail(f"{given[0]}: not with --device cuda, where cells are fixed; --out names the folder of the files")
+        raise typer.Exit(bench_gpu(seqlen, head_dim, dtype, causal, pass_, peers, quick, rounds, budget, save, out))
+    if budget is not None or out is not None:
+        fail("--budget and --out: only with --device cuda")
     if png or save:
         need("matplotlib", "The picture", "cli")
     import torch
@@ -177,8 +208,8 @@ def bench(
     passes = one_of(pass_, "--pass", {"fwd": ("fwd",), "bwd": ("bwd",), "both": measure.PASSES})
     if save is not None and (not save or "/" in save or save.startswith(".")):
         fail(f"--save: got {save!r}; allowed: a plain folder name")
-    others = words(peers, "--peers", tuple(name for name in measure.PEERS if name != "tilewise"))
-    seqlens = numbers(seqlen, "--seqlen")
+    others = words(peers or "sdpa,sdpa-flash,standard", "--peers", tuple(n for n in measure.PEERS if n != "tilewise"))
+    seqlens = numbers(seqlen or "512,2048,8192", "--seqlen")
     if quick:
         seqlens = tuple(value for value in seqlens if value <= 2048) or (2048,)
     if threads is not None:
@@ -188,8 +219,8 @@ def bench(
         cells = program.cells_of(
             shapes.split(","),
             seqlens,
-            numbers(head_dim, "--head-dim"),
-            words(dtype, "--dtype", tuple(measure.DTYPES)),
+            numbers(head_dim or "64,128", "--head-dim"),
+            words(dtype or "fp32", "--dtype", tuple(measure.DTYPES)),
             masks,
             passes,
             heads_pair(heads) if heads else None,
@@ -197,7 +228,7 @@ def bench(
         )
     except ValueError as error:
         fail(str(error))
-    protocol = program.Protocol(2, 0.05) if quick else program.Protocol(rounds)
+    protocol = program.Protocol(2, 0.05) if quick else program.Protocol(rounds or 5)
     console = make_console()
     report = program.run(cells, others, protocol, device, console)
     console.print()
@@ -211,6 +242,51 @@ def bench(
     if files := program.save(report, json, md, png):
         console.print("Files: " + ", ".join(map(str, files)), highlight=False, soft_wrap=True)
     raise typer.Exit(0 if all(row["implementations"]["tilewise"]["passed"] for row in report["cells"]) else 1)
+
+
+def bench_gpu(
+    seqlen: str | None,
+    head_dim: str | None,
+    dtype: str | None,
+    causal: str,
+    pass_: str,
+    peers: str | None,
+    quick: bool,
+    rounds: int | None,
+    budget: float | None,
+    save: str | None,
+    out: Path | None,
+) -> int:
+    """`tilewise bench --device cuda`."""
+    import torch
+
+    if not torch.cuda.is_available():
+        fail("--device cuda: torch sees no GPU here")
+    from . import gpu_bench as program
+    from . import measure
+    from .report import make_console
+
+    one_of(causal, "--causal", {"no": 1, "yes": 1, "both": 1})
+    others = tuple(name for name in program.IMPLS if name != "tilewise")
+    chosen = words(peers, "--peers", others) if peers else others
+    seqlens = numbers(seqlen, "--seqlen") if seqlen else program.QUICK_SEQLENS if quick else program.SEQLENS
+    dims = numbers(head_dim, "--head-dim") if head_dim else program.QUICK_HEAD_DIMS if quick else program.HEAD_DIMS
+    cells = program.cells_of(
+        seqlens,
+        dims,
+        words(dtype or "bf16", "--dtype", tuple(measure.DTYPES)),
+        one_of(pass_, "--pass", {"fwd": ("fwd",), "bwd": ("bwd",), "both": measure.PASSES}),
+        masks={"no": ("full",), "yes": ("causal",), "both": ("full", "causal")}[causal],
+        sparse=causal == "both",
+    )
+    if save is not None:
+        out = out or program.results_folder(program.gpu_name()).parent / save
+    bench = program.Bench(
+        impls=("tilewise", *chosen),
+        rounds=rounds or (3 if quick else 5),
+        budget=budget if budget is not None else 220.0 if quick else None,
+    )
+    return program.run(bench, cells, out, make_console())
 
 
 # ----------------------------------------------------------------------------------------------------------- explain
@@ -292,6 +368,9 @@ def version() -> None:
     print(tilewise.__version__)
 
 
+from . import cli_kernels  # noqa: E402, F401 - adds aot, warmup and cache
+
+
 def main() -> int:
     """The entry point; the exit status of the command."""
     app(prog_name="tilewise")
@@ -299,4 +378,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The app of the module has all commands; this one has only those of this file.
+    from tilewise.cli import main as run
+
+    sys.exit(run())

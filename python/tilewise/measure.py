@@ -28,8 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tilewise
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-MASKS = ("full", "causal", "documents")
+MASKS = ("full", "causal", "window", "documents")
 PASSES = ("fwd", "bwd")
+WINDOW_LENGTH = 1024
 DOCUMENT_LENGTH = 1000
 
 Tensor = Any  # torch.Tensor; torch is optional, so the checker sees Any
@@ -41,7 +42,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Cell:
-    """One attention problem of a table. `documents` is causal inside packed documents of DOCUMENT_LENGTH tokens."""
+    """One attention problem of a table. `window` is causal and shows the last WINDOW_LENGTH keys, `documents` is causal
+    inside packed documents of DOCUMENT_LENGTH tokens."""
 
     batch: int = 1
     heads_q: int = 2
@@ -63,6 +65,8 @@ class Cell:
             raise ValueError(f"unknown dtype, mask or pass: {self.dtype}, {self.mask}, {self.pass_}")
         if self.mask == "documents" and self.seqlen_q != self.seqlen_kv:
             raise ValueError("a documents mask needs as many queries as keys")
+        if self.mask == "window" and self.seqlen_q != self.seqlen_kv:
+            raise ValueError("a window mask needs as many queries as keys")
 
     def __str__(self) -> str:
         heads = f"{self.heads_q}" if self.heads_q == self.heads_kv else f"{self.heads_q}/{self.heads_kv}"
@@ -79,6 +83,9 @@ class Cell:
                 return self.seqlen_q * self.seqlen_kv / 2
             visible = (i + self.seqlen_kv - self.seqlen_q + 1 for i in range(self.seqlen_q))
             return sum(max(0, n) for n in visible)
+        if self.mask == "window":
+            width = min(WINDOW_LENGTH, self.seqlen_q)
+            return self.seqlen_q * width - width * (width - 1) / 2
         whole, rest = divmod(self.seqlen_q, DOCUMENT_LENGTH)
         return (whole * DOCUMENT_LENGTH**2 + rest**2) / 2
 
@@ -91,18 +98,21 @@ class Cell:
         item = DTYPES[self.dtype].itemsize
         return 2 * self.batch * self.heads_kv * self.seqlen_kv * self.head_dim * item
 
-    def document_ids(self) -> Tensor:
-        return torch.arange(self.seqlen_kv, dtype=torch.int32) // DOCUMENT_LENGTH
+    def document_ids(self, device: Any = "cpu") -> Tensor:
+        return torch.arange(self.seqlen_kv, dtype=torch.int32, device=device) // DOCUMENT_LENGTH
 
     def visible(self, rows: Tensor | None = None) -> Tensor | None:
-        """Boolean [rows, seqlen_kv], None if everything is visible."""
+        """Boolean [rows, seqlen_kv] on the device of `rows`, None if everything is visible."""
         if self.mask == "full":
             return None
         rows = torch.arange(self.seqlen_q) if rows is None else rows
         position = (rows + self.seqlen_kv - self.seqlen_q)[:, None]
-        visible = torch.arange(self.seqlen_kv) <= position
+        keys = torch.arange(self.seqlen_kv, device=rows.device)
+        visible = keys <= position
+        if self.mask == "window":
+            visible &= keys > position - WINDOW_LENGTH
         if self.mask == "documents":
-            ids = self.document_ids()
+            ids = self.document_ids(rows.device)
             visible &= ids[rows][:, None] == ids
         return visible
 
@@ -144,11 +154,18 @@ def make_data(cell: Cell, seed: int = 0) -> Data:
 # -------------------------------------------------------------------------------------------------------- the peers
 
 
-def tilewise_attention(cell: Cell) -> Attention:
+def tilewise_options(cell: Cell, device: Any = "cpu") -> dict[str, Any]:
     options: dict[str, Any] = {"layout": "bhsd", "causal": cell.mask != "full"}
+    if cell.mask == "window":
+        options["window"] = WINDOW_LENGTH - 1, 0
     if cell.mask == "documents":
-        ids = cell.document_ids().expand(cell.batch, -1).contiguous()
+        ids = cell.document_ids(device).expand(cell.batch, -1).contiguous()
         options["mask"] = tilewise.masks.documents(ids, ids)
+    return options
+
+
+def tilewise_attention(cell: Cell) -> Attention:
+    options = tilewise_options(cell)
     return lambda q, k, v: tilewise.attention(q, k, v, **options)
 
 
@@ -267,6 +284,9 @@ class Sample:
     keys: Tensor
     groups: tuple[tuple[int, int], ...]
 
+    def to(self, device: Any) -> Sample:
+        return Sample(self.rows.to(device), self.keys.to(device), self.groups)
+
 
 def draw_sample(cell: Cell, count: int = 64, groups: int = 2, seed: int = 1) -> Sample:
     generator = torch.Generator().manual_seed(seed)
@@ -293,7 +313,7 @@ def at_sample(result: dict[str, Tensor], cell: Cell, sample: Sample) -> dict[str
 
 
 def sampled_attention(cell: Cell, data: Data, sample: Sample, exact: bool) -> dict[str, Tensor]:
-    """Attention and its gradients at the sample only, in blocks of rows: in fp64 (`exact`), or as the cell's dtype
+    """Attention and its gradients at the sample only, on the device of the data, in blocks of rows: in fp64 (`exact`), or as the cell's dtype
     would do it plainly: fp32 sums, every stored array rounded to the dtype."""
     real = torch.float64 if exact or cell.dtype == "fp64" else torch.float32
     dtype = DTYPES[cell.dtype]
@@ -304,17 +324,18 @@ def sampled_attention(cell: Cell, data: Data, sample: Sample, exact: bool) -> di
     scale = cell.head_dim**-0.5
     group = cell.heads_q // cell.heads_kv
     backward = cell.pass_ == "bwd"
-    block = max(16, 4_000_000 // (cell.seqlen_kv * group))
+    device = data.q.device
+    block = max(16, (4_000_000 if device.type == "cpu" else 100_000_000) // (cell.seqlen_kv * group))
     # Gradients of a key gather over all query rows; the forward needs only the sampled ones.
-    rows = torch.arange(cell.seqlen_q) if backward else sample.rows
+    rows = torch.arange(cell.seqlen_q, device=device) if backward else sample.rows
     parts: dict[str, list[Tensor]] = {name: [] for name in (("o", "dq", "dk", "dv") if backward else ("o",))}
 
     for b, g in sample.groups:
         heads = slice(g * group, (g + 1) * group)
         q, do = data.q[b, heads].detach().to(real), data.do[b, heads].to(real)
         k, v = data.k[b, g].detach().to(real), data.v[b, g].detach().to(real)
-        o, dq = torch.empty(group, len(rows), cell.head_dim, dtype=real), torch.empty_like(q)
-        dk, dv = torch.zeros(len(sample.keys), cell.head_dim, dtype=real), torch.zeros_like(k[sample.keys])
+        o, dq = torch.empty(group, len(rows), cell.head_dim, dtype=real, device=device), torch.empty_like(q)
+        dk, dv = torch.zeros_like(k[sample.keys]), torch.zeros_like(v[sample.keys])
         for start in range(0, len(rows), block):
             part = slice(start, start + block)
             index = rows[part]
@@ -538,9 +559,10 @@ def checkout_root() -> Path | None:
 
 
 def commit() -> str | None:
+    """Of the checkout; a copy without git is told by TILEWISE_COMMIT."""
     root = checkout_root()
     if root is None:
-        return None
+        return os.environ.get("TILEWISE_COMMIT")
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
@@ -550,7 +572,7 @@ def commit() -> str | None:
         head = git("rev-parse", "--short=12", "HEAD")
         return f"{head}-dirty" if head and git("status", "--porcelain", "-uno") else head or None
     except OSError:  # no git
-        return None
+        return os.environ.get("TILEWISE_COMMIT")
 
 
 def facts(device: str) -> dict[str, Any]:

@@ -17,6 +17,11 @@ STYLES = {
     "sdpa": {"color": "#0072B2", "marker": "s", "linewidth": 1.6},
     "sdpa-flash": {"color": "#56B4E9", "marker": "D", "linewidth": 1.6},
     "standard": {"color": "#444444", "marker": "^", "linewidth": 1.6, "linestyle": "--"},
+    "cudnn": {"color": "#0072B2", "marker": "s", "linewidth": 1.6},
+    "fa2": {"color": "#56B4E9", "marker": "D", "linewidth": 1.6},
+    "efficient": {"color": "#009E73", "marker": "v", "linewidth": 1.6},
+    "flex": {"color": "#CC79A7", "marker": "P", "linewidth": 1.6},
+    "math": {"color": "#444444", "marker": "^", "linewidth": 1.6, "linestyle": "--"},
 }
 
 
@@ -123,5 +128,61 @@ def bench_picture(report: dict[str, Any], path: Path) -> Path:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def gpu_bench_picture(report: dict[str, Any], path: Path) -> Path:
+    """TFLOP/s over the sequence length, a panel for every pass, mask and head dim; other masks as bars below."""
+    from .gpu_bench import IMPLS, TITLES
+
+    cells = report["cells"]
+    curves = [row for row in cells if row["mask"] in ("full", "causal")]
+    bars = [row for row in cells if row["mask"] not in ("full", "causal")]
+    rows = list(dict.fromkeys((row["pass"], row["mask"]) for row in curves))
+    dims = sorted({row["head_dim"] for row in curves}) or [0]
+    height = len(rows) + (1 if bars else 0)
+    figure = plt.figure(figsize=(4.6 * max(2, len(dims)), 3.2 * height))
+    grid = figure.add_gridspec(height, len(dims))
+    handles: dict[str, Any] = {}
+    for down, (pass_, mask) in enumerate(rows):
+        for across, dim in enumerate(dims):
+            panel = [row for row in curves if (row["pass"], row["mask"], row["head_dim"]) == (pass_, mask, dim)]
+            axes = figure.add_subplot(grid[down, across])
+            for name in IMPLS:
+                points = sorted((row["seqlen"], row["tflops"]) for row in panel if row["impl"] == name)
+                if points:
+                    handles[name] = axes.plot(*zip(*points, strict=True), markersize=5, **STYLES[name])[0]
+            lengths = sorted({row["seqlen"] for row in panel}) or [1]
+            title = f"{'forward' if pass_ == 'fwd' else 'backward'}, {mask}, head dim {dim}"
+            _style_axes(axes, lengths, title, "TFLOP/s" if across == 0 else "")
+            axes.set_yscale("linear")
+            axes.set_ylim(bottom=0)
+            if down + 1 < len(rows):
+                axes.set_xlabel("")
+    if bars:
+        axes = figure.add_subplot(grid[-1, :])
+        kinds = list(dict.fromkeys((row["pass"], row["mask"], row["seqlen"], row["head_dim"]) for row in bars))
+        names = [name for name in IMPLS if any(row["impl"] == name for row in bars)]
+        for offset, name in enumerate(names):
+            found = {
+                (row["pass"], row["mask"], row["seqlen"], row["head_dim"]): row for row in bars if row["impl"] == name
+            }
+            places = [
+                place + 0.8 * ((offset + 0.5) / len(names) - 0.5) for place, kind in enumerate(kinds) if kind in found
+            ]
+            heights = [found[kind]["tflops"] for kind in kinds if kind in found]
+            drawn = axes.bar(places, heights, 0.8 / len(names), color=STYLES[name]["color"])
+            handles.setdefault(name, drawn)
+        axes.set_xticks(range(len(kinds)), [f"{p} {mask}\n{n} tokens, head dim {d}" for p, mask, n, d in kinds])
+        axes.set_ylabel("TFLOP/s of visible pairs")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(handles.values(), [TITLES[name] for name in handles], loc="upper right", ncols=len(handles) or 1,
+                  frameon=False, fontsize=9)  # fmt: skip
+    figure.text(0.01, 0.995, f"{report['gpu']}, torch {report['torch']}, {report['commit'] or ''} {report['date'][:10]}",
+                fontsize=9, color="#555555", va="top")  # fmt: skip
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / (3.2 * height)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
