@@ -21,7 +21,7 @@ struct Dim {
 
 enum Reduce { kReduceNone, kReduceOr, kReduceAnd, kReduceCount };
 
-// Runs once all lanes of a mask are there: lanes[i] is what lane i brought, null if it is not in `mask`.
+// Runs once all lanes of a mask are there: lanes[i] is what lane i brought. Those outside `mask` are stale.
 using Collective = void (*)(void* const* lanes, unsigned mask);
 
 struct Runtime {

@@ -231,7 +231,8 @@ inline To saturate(From x) {  // conversions of a GPU clamp, and NaN is 0
 
 inline unsigned char* tw_dynamic_shared() { return tw_fake::cta().dynamic_shared; }
 // Allocates the module's __shared__ variables on this OS thread; the driver poisons them before each CTA.
-static thread_local char tw_fake_shared_anchor;
+// Aligned, because LeakSanitizer takes a block 16 bytes into a page for one with a header.
+alignas(64) static thread_local char tw_fake_shared_anchor;
 extern "C" TW_FAKE_VISIBLE void* tw_fake_shared() { return &tw_fake_shared_anchor; }
 
 // -------------------------------------------------------------------------------------------------------------- types

@@ -693,8 +693,8 @@ Function* known(Function* function) {
     return state().functions.count(function) ? function : nullptr;
 }
 
-int static_shared(const Function& f) {  // without the anchor of device.hpp
-    return f.module->shared_bytes > 16 ? static_cast<int>(f.module->shared_bytes) : 0;
+int static_shared(const Function& f) {  // about: without the anchor of device.hpp
+    return f.module->shared_bytes > 64 ? static_cast<int>(f.module->shared_bytes) - 64 : 0;
 }
 
 }  // namespace

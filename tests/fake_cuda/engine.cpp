@@ -542,7 +542,7 @@ struct Region {
         return true;
     }
 };
-thread_local Region region;
+alignas(64) thread_local Region region;  // for LeakSanitizer, see device.hpp
 
 // ---------------------------------------------------------------------------------------------------------------------
 // A CTA
