@@ -119,8 +119,6 @@ std::string size_text(size_t bytes) {
     return text;
 }
 
-Address address(const void* data) { return reinterpret_cast<Address>(data); }
-
 }  // namespace
 
 bool available(std::string* why_not) {
@@ -158,7 +156,7 @@ void* allocate(int device, size_t bytes, void* stream) {
     const DeviceGuard guard(device);
     const Driver& d = driver();
     const DeviceInfo& info = device_info(device);
-    Address data = 0;
+    void* data = nullptr;
     const Result result =
         info.memory_pools ? d.memory_allocate_async(&data, bytes, stream) : d.memory_allocate(&data, bytes);
     check(result, [&] {
@@ -168,7 +166,7 @@ void* allocate(int device, size_t bytes, void* stream) {
             text += ", " + size_text(free) + " of " + size_text(total) + " free";
         return text + ")";
     });
-    return reinterpret_cast<void*>(data);
+    return data;
 }
 
 void release(int device, void* data, void* stream) noexcept {
@@ -176,29 +174,30 @@ void release(int device, void* data, void* stream) noexcept {
     try {
         const DeviceGuard guard(device);
         if (device_info(device).memory_pools) {
-            driver().memory_release_async(address(data), stream);
+            driver().memory_release_async(data, stream);
         } else {
-            driver().memory_release(address(data));
+            driver().memory_release(data);
         }
-    } catch (const std::exception&) {  // the context is gone, and the memory with it
+    } catch (const std::exception&) {
+        return;  // the context is gone, and the memory with it
     }
 }
 
 void copy_to_device(void* dst, const void* src, size_t bytes, void* stream) {
     if (bytes == 0) return;
-    check(driver().memory_to_device_async(address(dst), src, bytes, stream),
+    check(driver().memory_to_device_async(dst, src, bytes, stream),
           [&] { return "copying " + size_text(bytes) + " to the GPU"; });
 }
 
 void copy_to_host(void* dst, const void* src, size_t bytes, void* stream) {
     if (bytes == 0) return;
-    check(driver().memory_to_host_async(dst, address(src), bytes, stream),
+    check(driver().memory_to_host_async(dst, const_cast<void*>(src), bytes, stream),
           [&] { return "copying " + size_text(bytes) + " from the GPU"; });
 }
 
 void memset_async(void* data, int byte, size_t bytes, void* stream) {
     if (bytes == 0) return;
-    check(driver().memory_set_async(address(data), static_cast<unsigned char>(byte), bytes, stream),
+    check(driver().memory_set_async(data, static_cast<unsigned char>(byte), bytes, stream),
           [&] { return "filling " + size_text(bytes) + " on the GPU"; });
 }
 

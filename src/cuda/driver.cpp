@@ -44,7 +44,8 @@ std::string load(Driver& driver) {
                        : ". GPUs need NVIDIA's driver; in a container, the NVIDIA container toolkit (--gpus all).");
     }
     link_map* map = nullptr;
-    driver.path = dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map && map->l_name ? map->l_name : name;
+    driver.path =
+        dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0 && map && map->l_name ? map->l_name : name;
 
     const char* missing = nullptr;
     const auto bind = [&](auto& function, const char* symbol) {

@@ -8,8 +8,8 @@
 
 namespace tilewise::cuda {
 
-using Result = int;  // 0: success
-using Address = unsigned long long;
+using Result = int;                 // 0: success
+static_assert(sizeof(void*) == 8);  // device addresses, 64-bit integers to the driver, are pointers here
 
 // The numbers are the driver's.
 enum DeviceAttribute : int {
@@ -57,7 +57,7 @@ enum ResultCode : int {
 };
 
 struct LaunchAttribute {
-    LaunchAttributeId id;
+    int id;  // LaunchAttributeId
     char pad[4];
     union {
         char bytes[64];
@@ -77,7 +77,7 @@ struct DriverLaunchConfig {
     LaunchAttribute* attributes;
     unsigned num_attributes;
 };
-static_assert(sizeof(void*) != 8 || sizeof(DriverLaunchConfig) == 56);
+static_assert(sizeof(DriverLaunchConfig) == 56);
 
 struct Driver {
     Result (*init)(unsigned flags);
@@ -95,13 +95,13 @@ struct Driver {
     Result (*context_set_current)(void* context);
     Result (*context_device)(int* device);
     Result (*memory_info)(size_t* free, size_t* total);
-    Result (*memory_allocate)(Address*, size_t bytes);
-    Result (*memory_release)(Address);
-    Result (*memory_allocate_async)(Address*, size_t bytes, void* stream);
-    Result (*memory_release_async)(Address, void* stream);
-    Result (*memory_to_device_async)(Address, const void*, size_t bytes, void* stream);
-    Result (*memory_to_host_async)(void*, Address, size_t bytes, void* stream);
-    Result (*memory_set_async)(Address, unsigned char byte, size_t bytes, void* stream);
+    Result (*memory_allocate)(void**, size_t bytes);
+    Result (*memory_release)(void*);
+    Result (*memory_allocate_async)(void**, size_t bytes, void* stream);
+    Result (*memory_release_async)(void*, void* stream);
+    Result (*memory_to_device_async)(void*, const void*, size_t bytes, void* stream);
+    Result (*memory_to_host_async)(void*, void*, size_t bytes, void* stream);
+    Result (*memory_set_async)(void*, unsigned char byte, size_t bytes, void* stream);
     Result (*stream_synchronize)(void* stream);
     Result (*exchange_capture_mode)(CaptureMode*);  // may be null
     Result (*module_load)(void** module, const void* image, unsigned options, const JitOption*, void** values);

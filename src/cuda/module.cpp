@@ -1,6 +1,7 @@
 #include "module.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <future>
 #include <map>
@@ -29,7 +30,18 @@ struct Module {
     std::mutex mutex{};
     std::map<std::string, Function, std::less<>> functions{};
 };
-using Future = std::shared_future<std::shared_ptr<Module>>;
+
+struct Outcome {  // an error as a value: threads share no exception object
+    std::shared_ptr<Module> module;
+    Status status = Status::ok;
+    std::string error;
+
+    [[nodiscard]] Module& value() const {
+        if (!module) throw Error(status, error);
+        return *module;
+    }
+};
+using Future = std::shared_future<Outcome>;
 
 struct Map {
     std::shared_mutex mutex;
@@ -67,7 +79,7 @@ std::shared_ptr<Module> load(int device, const std::function<jit::Source()>& ren
     const Driver& d = driver();
     char log[4096] = {};
     const JitOption options[] = {kErrorLogBuffer, kErrorLogBufferSize};
-    void* values[] = {log, reinterpret_cast<void*>(sizeof log - 1)};
+    void* values[] = {log, std::bit_cast<void*>(sizeof log - 1)};
     auto module = std::make_shared<Module>();
     module->device = device;
     module->name = source.name;
@@ -145,10 +157,10 @@ const Function& function(int device, const std::string& key, const char* entry,
         if (const auto found = all.modules.find(name); found != all.modules.end()) {
             const Future future = found->second;
             if (future.wait_for(std::chrono::seconds(0)) == std::future_status::ready)
-                return entry_of(*future.get(), entry);
+                return entry_of(future.get().value(), entry);
         }
     }
-    std::promise<std::shared_ptr<Module>> promise;
+    std::promise<Outcome> promise;
     Future future;
     bool ours = false;
     {
@@ -159,17 +171,26 @@ const Function& function(int device, const std::string& key, const char* entry,
         ours = fresh;
     }
     if (ours) {
+        Outcome outcome;
         try {
-            promise.set_value(load(device, render));
+            outcome.module = load(device, render);
+        } catch (const Error& error) {
+            outcome.status = error.status();
+            outcome.error = error.what();
+        } catch (const std::exception& error) {
+            outcome.status = Status::internal;
+            outcome.error = error.what();
         } catch (...) {
-            {
-                const std::unique_lock lock(all.mutex);
-                all.modules.erase(name);
-            }
-            promise.set_exception(std::current_exception());
+            outcome.status = Status::internal;
+            outcome.error = "kernel " + key + ": an exception of unknown type";
         }
+        if (!outcome.module) {  // who comes later tries again
+            const std::unique_lock lock(all.mutex);
+            all.modules.erase(name);
+        }
+        promise.set_value(std::move(outcome));
     }
-    return entry_of(*future.get(), entry);
+    return entry_of(future.get().value(), entry);
 }
 
 }  // namespace tilewise::cuda

@@ -70,6 +70,11 @@ std::vector<std::string> names_in(const std::string& directory) {
     return names;
 }
 
+std::string join(std::string folder, const std::string& name) {
+    folder += '/';
+    return folder += name;
+}
+
 std::string real_path(const std::string& path) {
     const std::unique_ptr<char, void (*)(void*)> real(realpath(path.c_str(), nullptr), std::free);
     return real ? real.get() : "";
@@ -100,7 +105,7 @@ std::vector<std::string> builtins_beside(const std::string& path, int wanted_maj
     for (const std::string& name : names_in(folder)) {
         int major = 0, minor = 0;
         if (!version_in(name, kBuiltins, major, minor)) continue;
-        if (wanted_major == 0 || major == wanted_major) found.push_back(folder + "/" + name);
+        if (wanted_major == 0 || major == wanted_major) found.push_back(join(folder, name));
     }
     return found;
 }
@@ -127,7 +132,7 @@ void add_file(std::vector<Candidate>& list, const std::string& path, const std::
 void add_folder(std::vector<Candidate>& list, const std::string& folder, const std::string& found_in) {
     for (const std::string& name : names_in(folder)) {
         // Not libnvrtc-builtins, libnvrtc.alt (the same compiler, slower) or libnvrtc_static.
-        if (name.compare(0, std::strlen(kLibrary), kLibrary) == 0) add_file(list, folder + "/" + name, found_in);
+        if (name.compare(0, std::strlen(kLibrary), kLibrary) == 0) add_file(list, join(folder, name), found_in);
     }
 }
 
@@ -160,7 +165,7 @@ std::vector<Candidate> candidates(std::string& searched) {
         void* handle = dlopen(name, RTLD_LAZY | RTLD_LOCAL);
         if (handle == nullptr) continue;
         link_map* map = nullptr;
-        if (dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr)
+        if (dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0 && map != nullptr)
             add_file(list, map->l_name, "the loader's path");
         dlclose(handle);
     }
@@ -199,6 +204,7 @@ std::string note_of_loaded(const void* address) {
             for (int i = 0; i < info->dlpi_phnum; ++i) {
                 const ElfW(Phdr) & header = info->dlpi_phdr[i];
                 if (header.p_type != PT_NOTE) continue;
+                // NOLINTNEXTLINE(performance-no-int-to-ptr): the loader's addresses are integers
                 const auto* at = reinterpret_cast<const char*>(info->dlpi_addr + header.p_vaddr);
                 const char* end = at + header.p_memsz;
                 while (at + sizeof(ElfW(Nhdr)) <= end) {
@@ -406,6 +412,8 @@ Image Nvrtc::compile(const Source& source, const Target& target) const {
     // would be a second one beside ours.
     std::vector<std::string> given{arch, "-std=c++17", "-default-device", "-no-source-include"};
     if (major_ > 12 || minor_ >= 9) given.emplace_back("-no-cache");
+    // Registers and spills, into the log.
+    if (!target.ptx) given.emplace_back("--ptxas-options=-v");
     given.insert(given.end(), source.options.begin(), source.options.end());
     for (const std::string& option : given) options.push_back(option.c_str());
 
