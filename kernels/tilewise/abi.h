@@ -49,7 +49,7 @@ struct MaskArray {
     Int batch, head, row, column;
     Int rows, columns;
     Int queries_per_head;  // query heads that share an entry of the heads axis
-    // What is known about 64 neighbours at once (prepare.cu): blocks of plane b * plane_batch + h * plane_head.
+    // What is known about 64 neighbours at once (summaries.cu): blocks of plane b * plane_batch + h * plane_head.
     Int* summary;
     Int plane_batch, plane_head, planes;
 };
@@ -106,7 +106,7 @@ struct ArrayGradient {
     Int rank, dtype;
 };
 
-struct Summarise {  // one launch of a kernel of prepare.cu
+struct Summarise {  // one launch of a kernel of summaries.cu
     Problem problem;
     MaskArray array;
     Array captured;

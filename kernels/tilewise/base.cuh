@@ -4,8 +4,9 @@
 #include "abi.h"
 
 #ifndef TILEWISE_FAKE_CUDA
-// A kernel takes one struct by value. kThreads is the block size of the family.
-#define TW_KERNEL(name, Params, p) extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ Params p)
+// A kernel takes one struct by value. kThreads is the block size of the family, kBlocks how many share an SM.
+#define TW_KERNEL(name, Params, p) \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) name(const __grid_constant__ Params p)
 #define TW_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #endif
 #define TW_DEVICE static __device__ __forceinline__

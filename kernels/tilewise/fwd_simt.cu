@@ -37,7 +37,7 @@ TW_KERNEL(fwd_simt, Params, params) {
     const ScoreContext score(p, params.mask, site);
     const Philox philox = Philox::make(p, site);
     const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
-    const Int rows = minimum(kTile, site.q_len - i0);
+    const int rows = static_cast<int>(minimum(kTile, site.q_len - i0));
     const Source q = Source::make(p.q, b_q, site.q_row0 + i0, h, rows);
 
     Output o;
@@ -47,7 +47,7 @@ TW_KERNEL(fwd_simt, Params, params) {
     for (int a = 0; a < 4; ++a) m[a] = -Limits<Real>::infinity(), l[a] = 0;
 
     for_each_kv_tile(p, params.mask, site, i0, shared, [&](Int j0, int tile_class) {
-        const Int keys = minimum(kTile, site.kv_len - j0);
+        const int keys = static_cast<int>(minimum(kTile, site.kv_len - j0));
         Real s[4][4];
         score_product(s, q, Source::make(p.k, b_kv, site.kv_row0 + j0, site.head_kv, keys), p.head_dim_qk, shared);
         if (kPlainScore && tile_class == kFull) {
@@ -105,7 +105,7 @@ TW_KERNEL(fwd_simt, Params, params) {
 
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
-        const Int r = 4 * ty + a;
+        const int r = 4 * ty + a;
         if (r >= rows) break;
         Real total = l[a], highest = m[a], scale = 1;
         if (kSinks) {

@@ -37,9 +37,9 @@ TW_DEVICE int thread_y() { return static_cast<int>(threadIdx.x) / 16; }
 struct Source {
     const typename Float<kDTypeQ>::Stored* data;
     Int row, dim;  // strides
-    Int count;
+    int count;
 
-    TW_DEVICE Source make(const abi::Tensor& t, Int b, Int row0, Int h, Int count) {
+    TW_DEVICE Source make(const abi::Tensor& t, Int b, Int row0, Int h, int count) {
         using Stored = typename Float<kDTypeQ>::Stored;
         return {static_cast<const Stored*>(t.data) + b * t.batch + row0 * t.row + h * t.head, t.row, t.dim, count};
     }
@@ -49,10 +49,15 @@ struct Source {
 };
 
 TW_DEVICE void stage_factor(Real (&out)[kDepth][kLead], const Source& source, Int d0, Int dims) {
-#pragma unroll
-    for (int n = threadIdx.x; n < kTile * kDepth; n += kThreads) {
-        const int d = n % kDepth, r = n / kDepth;
-        out[d][r] = r < source.count && d0 + d < dims ? source.at(r, d0 + d) : Real(0);
+    const int d = threadIdx.x % kDepth;
+    const typename Float<kDTypeQ>::Stored* at = source.data + (d0 + d) * source.dim;
+    constexpr int kStep = kThreads / kDepth;
+    const int rows = d0 + d < dims ? source.count : 0;
+    const int r0 = threadIdx.x / kDepth;
+    at += r0 * source.row;
+#pragma unroll 4
+    for (int r = 0; r < kTile; r += kStep, at += kStep * source.row) {
+        out[d][r0 + r] = r0 + r < rows ? Float<kDTypeQ>::template load<Real>(*at) : Real(0);
     }
 }
 
@@ -102,9 +107,14 @@ TW_DEVICE void output_product(Output& o, const Source& right, Int c0, Int dims, 
     const int tx = thread_x(), ty = thread_y();
     for (int r0 = 0; r0 < kTile && r0 < right.count; r0 += kStagedRows) {
         __syncthreads();
-        for (int n = threadIdx.x; n < kStagedRows * kColumns; n += kThreads) {
-            const int c = n % kColumns, r = n / kColumns;
-            shared.staged[r][c] = r0 + r < right.count && c0 + c < dims ? right.at(r0 + r, c0 + c) : Real(0);
+        const int c = threadIdx.x % kColumns;
+        const int rows = c0 + c < dims ? right.count - r0 : 0;
+        constexpr int kStep = kThreads / kColumns;
+        const int first = threadIdx.x / kColumns;
+        const typename Float<kDTypeQ>::Stored* at = right.data + (c0 + c) * right.dim + (r0 + first) * right.row;
+#pragma unroll 4
+        for (int r = 0; r < kStagedRows; r += kStep, at += kStep * right.row) {
+            shared.staged[first + r][c] = first + r < rows ? Float<kDTypeQ>::template load<Real>(*at) : Real(0);
         }
         __syncthreads();
 #pragma unroll 4

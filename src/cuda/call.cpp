@@ -98,8 +98,8 @@ int64_t summary_bytes(jit::MaskRole role, const abi::MaskArray& a) {
     }
 }
 
-const Function& prepare_function(int device, const char* entry) {
-    return function(device, "prepare", entry, jit::prepare_source);
+const Function& plain_function(int device, const char* file, const char* entry) {
+    return function(device, file, entry, [&] { return jit::plain_source(file); });
 }
 
 unsigned blocks_for(int64_t items, int64_t per_block) {
@@ -196,7 +196,7 @@ void Call::prepare(void* stream) const {
     LaunchConfig config;
     config.block = {kThreads, 1, 1};
     config.stream = stream;
-    if (problem_.sequences) launch(prepare_function(device, "prepare_sequences"), config, problem_);
+    if (problem_.sequences) launch(plain_function(device, "prepare.cu", "prepare_sequences"), config, problem_);
     for (size_t n = 0; n < masks_.size(); ++n) {
         const abi::MaskArray& array = masks_[n];
         if (array.summary == nullptr) continue;
@@ -207,17 +207,17 @@ void Call::prepare(void* stream) const {
         switch (mask_.operands[n].role) {
             case jit::MaskRole::dense:
                 config.grid.x = blocks_for(blocks * ceil_div(array.columns, kSummary), 1);
-                launch(prepare_function(device, "prepare_dense"), config, params);
+                launch(plain_function(device, "summaries.cu", "summarise_dense"), config, params);
                 break;
             case jit::MaskRole::intervals:
                 params.numbers = array.columns, params.causal = mask_.operands[n].causal;
                 config.grid.x = blocks_for(blocks, kThreads);
-                launch(prepare_function(device, "prepare_intervals"), config, params);
+                launch(plain_function(device, "summaries.cu", "summarise_intervals"), config, params);
                 break;
             default:
                 params.as_bool = mask_.operands[n].role == jit::MaskRole::key_padding;
                 config.grid.x = blocks_for(blocks, kThreads);
-                launch(prepare_function(device, "prepare_tokens"), config, params);
+                launch(plain_function(device, "summaries.cu", "summarise_tokens"), config, params);
         }
     }
     for (size_t k = 0; k < gather_summaries_.size(); ++k) {
@@ -228,7 +228,7 @@ void Call::prepare(void* stream) const {
         params.dtype = static_cast<int64_t>(p_.arrays[k].dtype);
         params.rank = p_.arrays[k].rank;
         config.grid.x = blocks_for(ceil_div(p_.arrays[k].size(), kSummary), kThreads);
-        launch(prepare_function(device, "prepare_captured"), config, params);
+        launch(plain_function(device, "summaries.cu", "summarise_captured"), config, params);
     }
 }
 
@@ -241,7 +241,7 @@ void Call::clear_rows(const abi::Tensor& tensor, const abi::Rows& lse, int64_t h
     config.block = {kThreads, 1, 1};
     config.grid.x = blocks_for((query_side ? p_.q_rows : p_.kv_rows) * (packed ? 1 : p_.batch), kThreads / 32);
     config.stream = stream;
-    launch(prepare_function(p_.device.index, "clear_rows"), config, params);
+    launch(plain_function(p_.device.index, "prepare.cu", "clear_rows"), config, params);
 }
 
 void validate_lengths(const Problem& problem, void* stream) {

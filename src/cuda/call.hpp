@@ -1,5 +1,5 @@
 // What every CUDA implementation does before its kernels run: the parameters of kernels/tilewise/abi.h from a Problem,
-// the table of sequences and the summaries of mask arrays (prepare.cu) in the workspace.
+// the table of sequences (prepare.cu) and the summaries of mask arrays (summaries.cu) in the workspace.
 #pragma once
 
 #include <cstddef>

@@ -68,7 +68,6 @@ std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
     program->mask = jit::render_mask(p);
     program->gradient_arrays = pass == Pass::backward ? jit::num_gradient_arrays(p) : 0;
     const jit::SimtSpec& spec = program->spec;
-    program->key = pass == Pass::forward ? "fwd_simt" : "bwd_simt";
     for (const int n :
          {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
           int{spec.sinks}, int{spec.dropout}, static_cast<int>(p.arrays.size()), static_cast<int>(p.scalars.size())}) {
@@ -82,10 +81,9 @@ std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
     return programs.emplace(std::move(id), std::move(program)).first->second;
 }
 
-const Function& kernel(const Problem& p, const Program& program, Pass pass, const char* entry) {
-    return function(p.device.index, program.key, entry, [&] {
-        return jit::simt_source(pass == Pass::forward ? "fwd_simt.cu" : "bwd_simt.cu", program.spec, p, program.mask);
-    });
+const Function& kernel(const Problem& p, const Program& program, const char* file, const char* entry) {
+    return function(p.device.index, file + program.key, entry,
+                    [&] { return jit::simt_source(file, program.spec, p, program.mask); });
 }
 
 // Shared memory of simt.cuh.
@@ -168,7 +166,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const abi::Forward fixed{call.problem(), o, lse};
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
-    launch(kernel(p, *program, Pass::forward, "fwd_simt"),
+    launch(kernel(p, *program, "fwd_simt.cu", "fwd_simt"),
            config_of(p, program->spec.columns, call.q_tiles(), p.num_heads_q, p.head_dim_v, workspace.stream),
            params.data(), params.size());
 }
@@ -263,35 +261,37 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
     append(params, sums.data(), sums.size() * sizeof(abi::Array));
-    const auto run = [&](const char* entry, const LaunchConfig& config) {
-        launch(kernel(p, *program, Pass::backward, entry), config, params.data(), params.size());
+    const auto run = [&](const char* file, const char* entry, const LaunchConfig& config) {
+        launch(kernel(p, *program, file, entry), config, params.data(), params.size());
     };
+    constexpr const char *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
     const bool queries = p.num_heads_q * call.q_tiles() > 0, keys = p.num_heads_kv * call.kv_tiles() > 0;
     if (p.batch > 0) call.prepare(stream);
     if (args.dq && queries) call.clear_rows(fixed.dq, {}, p.num_heads_q, p.head_dim_qk, true, stream);
     if (args.dk && keys) call.clear_rows(fixed.dk, {}, p.num_heads_kv, p.head_dim_qk, false, stream);
     if (args.dv && keys) call.clear_rows(fixed.dv, {}, p.num_heads_kv, p.head_dim_v, false, stream);
     if (queries) {
-        run("bwd_simt_delta", config_of(p, columns, call.q_tiles(), p.num_heads_q, 0, stream));
+        run(kTiles, "bwd_simt_delta", config_of(p, columns, call.q_tiles(), p.num_heads_q, 0, stream));
         if (args.dq || fixed.slope_partial || any_array) {
-            run("bwd_simt_dq",
+            run(kTiles, "bwd_simt_dq",
                 config_of(p, columns, call.q_tiles(), p.num_heads_q, args.dq ? p.head_dim_qk : 0, stream));
         }
     }
     if (keys && (args.dk || args.dv)) {
         const int64_t dims = std::max(args.dk ? p.head_dim_qk : 0, args.dv ? p.head_dim_v : 0);
-        run("bwd_simt_dkdv", config_of(p, columns, call.kv_tiles(), p.num_heads_kv, dims, stream));
+        run(kTiles, "bwd_simt_dkdv", config_of(p, columns, call.kv_tiles(), p.num_heads_kv, dims, stream));
     }
     if (args.dbias) {
         const auto& shape = args.dbias.shape;
         const auto tiles = [](int64_t extent) { return extent == 1 ? 1 : ceil_div(extent, kTile); };
-        run("bwd_simt_dbias", config_of(p, columns, tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1], 0, stream));
+        run(kShared, "bwd_simt_dbias",
+            config_of(p, columns, tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1], 0, stream));
     }
     if (args.dalibi_slopes || args.dsinks) {
         LaunchConfig config = config_of(p, columns, 1, p.num_heads_q, 0, stream);
         const bool per_batch = args.dalibi_slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
         config.grid.y = per_batch ? static_cast<unsigned>(p.batch) : 1;
-        run("bwd_simt_heads", config);
+        run(kShared, "bwd_simt_heads", config);
     }
     for (size_t k = 0; k < args.darrays.size(); ++k) {
         const core::Array& target = args.darrays[k];
@@ -307,7 +307,7 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
         config.block = {static_cast<unsigned>(kThreads), 1, 1};
         config.grid.x = static_cast<unsigned>(std::min<int64_t>(ceil_div(target.size(), kThreads), 4096));
         config.stream = stream;
-        launch(kernel(p, *program, Pass::backward, "bwd_simt_array"), config, gradient);
+        launch(kernel(p, *program, kShared, "bwd_simt_array"), config, gradient);
     }
 }
 

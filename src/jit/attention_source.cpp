@@ -51,6 +51,9 @@ Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& 
     const auto at_least_one = [](size_t n) { return std::to_string(std::max<size_t>(n, 1)); };
     text += p.dtype == core::DType::f64 ? "using Real = double;\n" : "using Real = float;\n";
     constant("int", "kThreads", 256);
+    // Two blocks hide each other's waits; the accumulators of fp64, and of dK and dV side by side, leave no room.
+    const bool crowded = p.dtype == core::DType::f64 || (backward && spec.columns > 64);
+    constant("int", "kBlocks", crowded ? 1 : 2);
     constant("int", "kDTypeQ", static_cast<int>(spec.dtype));
     constant("int", "kColumns", spec.columns);
     constant("bool", "kSoftcap", spec.softcap);
@@ -96,10 +99,10 @@ Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& 
     return source;
 }
 
-Source prepare_source() {
+Source plain_source(const char* file) {
     Source source;
-    source.name = "prepare.cu";
-    source.text = kernel_text("prepare.cu");
+    source.name = file;
+    source.text = kernel_text(file);
     source.headers = headers("");
     return source;
 }

@@ -9,7 +9,7 @@
 
 namespace tilewise::jit {
 
-// How a kind reads an array, and which summary (kernels/tilewise/prepare.cu) it classifies by.
+// How a kind reads an array, and which summary (kernels/tilewise/summaries.cu) it classifies by.
 enum class MaskRole : uint8_t { q_tokens, kv_tokens, key_padding, intervals, per_head, tree, blocks, dense };
 
 struct MaskOperand {
