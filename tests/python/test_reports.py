@@ -2,12 +2,13 @@
 
 Each test is named by the id of the report in the project's collection; the sources (fa = Dao-AILab/flash-attention,
 pt = pytorch/pytorch, xf = facebookresearch/xformers, hf = huggingface/transformers, fi = flashinfer-ai/flashinfer, ...)
-stand in the docstrings. Here are those that a CPU can pose. Shapes are [batch, heads, length, dim] (layout "bhsd") unless
+stand in the docstrings. Here are those that a CPU can pose; with TILEWISE_TEST_DEVICE=cuda their tensors are on the GPU. Shapes are [batch, heads, length, dim] (layout "bhsd") unless
 a test says otherwise; large shapes are scaled down where the reason of the failure allows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -25,15 +26,29 @@ torch = pytest.importorskip("torch")
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 NAMES = {torch.float64: "float64", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+DEVICE = os.environ.get("TILEWISE_TEST_DEVICE", "cpu")
+host_only = pytest.mark.skipif(DEVICE != "cpu", reason="about host memory or the CPU's threads")
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    """Whatever a test makes without saying where is on DEVICE."""
+    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):
+        yield
 
 
 def randn(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(seed + 1000 * len(shape) + sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale).to(dtype).to(DEVICE)
 
 
 def host(t):
-    return t.detach().double().numpy()
+    return t.detach().cpu().double().numpy()
+
+
+def here(a):
+    """An array of NumPy where the tensors are."""
+    return a if DEVICE == "cpu" else torch.from_numpy(np.ascontiguousarray(a)).to(DEVICE)
 
 
 def swapped(a):
@@ -52,6 +67,7 @@ def check(q, k, v, *, layout="bhsd", do=None, dlse=None, backward=True, ref=None
     exact = [turn(host(a)) for a in (q, k, v)]
     f = formula.forward(*exact, **plain)
     q, k, v = (a.detach().requires_grad_(backward) for a in (q, k, v))
+    options = {name: here(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
     o, lse = tilewise.attention(q, k, v, layout=layout, return_lse=True, **options)
     dtype = NAMES[q.dtype]
     std = formula.forward(*exact, **plain, round_to=None if dtype == "float64" else formula.half(dtype))
@@ -157,6 +173,7 @@ def test_A07():
         assert torch.isfinite(o[n]).all() and torch.allclose(o[n].float(), alone[0, 0].float(), atol=1e-2)
 
 
+@host_only
 @pytest.mark.parametrize("seqlen_kv", [1, 65, 127])
 def test_A08(seqlen_kv):
     """fa#1395: keys that do not fill a tile, memory after them poisoned, or not there at all."""
@@ -215,7 +232,7 @@ def test_A16(length, how):
     if how == "score_mod":
         options["score_mod"] = lambda x, b, h, i, j, s: x + (i - j)
     else:
-        options["bias"] = torch.from_numpy((i - j).astype(np.float32))
+        options["bias"] = here((i - j).astype(np.float32))
     _, _, grads = check(q, k, v, **options, ref={"mask": i >= j, "bias": (i - j).astype(np.float64)})
     assert all(torch.isfinite(g).all() for g in grads)
 
@@ -350,6 +367,7 @@ def test_B08():
         assert torch.equal(o, expected)
 
 
+@host_only
 def test_B10():
     """fa#2333: cu_seqlens at the very end of an allocation; an entry past it was read."""
     q = randn(50, 2, 8).numpy()
@@ -423,7 +441,9 @@ def test_B17():
     """pt#81077: padding that leaves a sequence of length 0 in the batch."""
     q, k, v = (randn(3, 2, 4, 8, seed=n) for n in range(3))
     keep = np.array([[True] * 4, [False] * 4, [True, True, False, False]])
-    o, lse, _ = check(q, k, v, mask=masks.key_padding(torch.from_numpy(keep)), ref={"mask": keep[:, None, None]})
+    o, lse, _ = check(
+        q, k, v, mask=masks.key_padding(torch.from_numpy(keep).to(DEVICE)), ref={"mask": keep[:, None, None]}
+    )
     assert (o[1] == 0).all() and torch.isneginf(lse[1]).all()
 
 
@@ -587,6 +607,7 @@ def test_D14():
     prompt, responses = 4, [3, 2, 5]
     total = prompt + sum(responses)
     ids = np.concatenate([[0] * prompt, *[[n + 1] * count for n, count in enumerate(responses)]]).astype(np.int32)
+    ids = here(ids)
     q, k, v = (randn(1, total, 2, 8, dtype=torch.float64, seed=n) for n in range(3))
     shared = masks.mod(lambda b, h, i, j, s: (s.ids[j] == 0) | (s.ids[i] == s.ids[j]), ids=ids)
     o = tilewise.attention(q, k, v, causal=True, mask=shared)
@@ -601,6 +622,7 @@ def test_D14():
 # -------------------------------------------------------------------------------------------- E. sizes and offsets
 
 
+@host_only
 def test_E06():
     """fa#772: slots of a cache 2^30 elements apart: only the named ones are written, each from its own keys."""
     big = lazily_mapped((5, 16, 2, 8), (2**30, 16, 8, 1), np.float32)
@@ -614,6 +636,7 @@ def test_E06():
     np.testing.assert_array_equal(out[1:], expected[1:])
 
 
+@host_only
 def test_E08():
     """xf#788: a bias view whose strides pass 32 bits."""
     bias = lazily_mapped((32, 3, 50), (12180 * 12184, 12184, 1), np.float32)
@@ -800,7 +823,7 @@ def test_G11():
     """pt#99012: CPU autocast with a float32 mask."""
     layer = torch.nn.Linear(256, 768)
     x, bias = torch.randn(2, 64, 256), torch.zeros(64, 64).masked_fill(~torch.ones(64, 64).tril().bool(), -torch.inf)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         q, k, v = layer(x).unflatten(-1, (3, 8, 32)).unbind(2)
         o = tilewise.attention(q, k, v, bias=bias)
         mixed = tilewise.attention(q.float(), k, v, bias=bias)
@@ -886,6 +909,7 @@ def test_H02():
         tilewise.plan(q, q, q).run(q, q, q, deterministic=True)
 
 
+@host_only
 def test_H04():
     """The CPU form of H01: 1, 2, 3 and 16 threads give the same bits."""
     q, k, v = (randn(2, 4, 200, 32, seed=n).requires_grad_() for n in range(3))
@@ -945,10 +969,11 @@ def test_H10():
     """From fa#2597 and uxlfoundation/oneDNN#3233: one mask for a seed, whatever the backend, layout and packing."""
     q, k = randn(2, 70, 4, 8), randn(2, 90, 2, 8)
     v = torch.eye(90)[None, :, None].expand(2, 90, 2, 90)  # o shows which probabilities were kept
-    keep = torch.from_numpy(tilewise.dropout_mask(2, 4, 70, 90, dropout_p=0.4, seed=9))
+    keep = torch.from_numpy(tilewise.dropout_mask(2, 4, 70, 90, dropout_p=0.4, seed=9)).to(DEVICE)
     best = tilewise.attention(q, k, v, dropout_p=0.4, seed=9)
     assert torch.equal(best.transpose(1, 2) != 0, keep)
-    assert torch.equal(tilewise.attention(q, k, v, dropout_p=0.4, seed=9, backend="reference") != 0, best != 0)
+    other = tilewise.attention(q.cpu(), k.cpu(), v.cpu(), dropout_p=0.4, seed=9, backend="reference")
+    assert torch.equal(other != 0, best.cpu() != 0)
     cu_q, cu_kv = torch.tensor([0, 70, 140]), torch.tensor([0, 90, 180])
     packed = tilewise.attention(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, dropout_p=0.4, seed=9
@@ -1057,7 +1082,7 @@ def test_I14():
     column = j - (seqlen_kv - n)
     word = np.maximum(column, 0)
     dense = (column < 0) | ((bits[0, i, word // 32] >> (word % 32).astype(np.uint32)) & 1).astype(bool)
-    check(q, k, k, mask=masks.tree(bits, n), ref={"mask": dense})
+    check(q, k, k, mask=masks.tree(here(bits), n), ref={"mask": dense})
 
 
 def test_I15():
@@ -1067,7 +1092,7 @@ def test_I15():
     q, k, v = randn(1, 2, 4, 8), randn(1, 2, 10, 8), randn(1, 2, 10, 8, seed=1)
     o, _, _ = check(q, k, v, mask=rows)
     bits = np.array([[[0b0001]], [[0b0011]], [[0b0101]], [[0b1011]]], np.uint32).reshape(1, 4, 1)
-    assert torch.equal(tilewise.attention(q, k, v, layout="bhsd", mask=masks.tree(bits, 4)), o)
+    assert torch.equal(tilewise.attention(q, k, v, layout="bhsd", mask=masks.tree(here(bits), 4)), o)
 
 
 def test_I17():

@@ -1,0 +1,115 @@
+"""tools/gpu_test.py and what it stands on, without a GPU: time limits, counting, a run in which everything fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import gpu_common  # noqa: E402
+import gpu_test  # noqa: E402
+
+sys.path.pop(0)
+
+
+def test_a_program_past_its_limit_is_ended_with_its_children():
+    start = time.monotonic()
+    done = gpu_common.run(["bash", "-c", "echo before; sleep 60 & sleep 60"], 0.5)
+    assert done.code is None and done.output == "before\n" and done.how == "time limit"
+    assert time.monotonic() - start < 20
+    assert gpu_common.run(["bash", "-c", "echo x >&2; exit 3"], 20).code == 3
+    assert gpu_common.run(["/no/such/program"], 20).code == 127
+
+
+def test_harness_output_is_counted():
+    def counts(output, code=1):
+        return gpu_test.harness_counts(gpu_common.Done(code, output, 1.0), 6)
+
+    assert counts("FAILED simt seed=3 b1\n  o: off\n5 passed, 1 failed\n") == (5, 1, ["FAILED simt seed=3 b1"])
+    assert counts("\r6 of 6, 0 failed\n6 passed, 0 failed\n", 0) == (6, 0, [])
+    passed, failed, failures = counts("terminate called\n", -6)
+    assert (passed, failed) == (0, 1) and "exit status -6" in failures[0] and "terminate called" in failures[0]
+    assert "time limit" in counts("", None)[2][0]
+
+
+def test_pytest_output_is_counted():
+    text = (
+        "tests/a.py::test_x PASSED   [ 10%]\ntests/a.py::test_y[window and offset] FAILED [ 20%]\n"
+        "tests/a.py::test_z SKIPPED (needs two CUDA devices) [ 30%]\ntests/a.py::test_cut"
+    )
+    assert gpu_test.pytest_results(text) == {
+        "tests/a.py::test_x": "PASSED",
+        "tests/a.py::test_y[window and offset]": "FAILED",
+        "tests/a.py::test_z": "SKIPPED",
+    }
+    assert gpu_test.shards(["a", "b", "c"], 2) == [["a", "c"], ["b"]] and gpu_test.shards(["a"], 3) == [["a"]]
+
+
+def test_table():
+    rows = [gpu_common.Row("one", 3), gpu_common.Row("two", 1, 2, notes=["n"]), gpu_common.Row("three")]
+    lines = gpu_common.table(rows).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["ok", "FAILED", "nothing"]
+    assert lines[2].endswith("n") and rows[0].to_json()["ok"] and not rows[2].to_json()["ok"]
+
+
+TESTS = """
+import pytest
+def test_good(): pass
+@pytest.mark.parametrize("name", ["with a space"])
+def test_param(name): pass
+def test_bad(): assert 1 == 2
+def test_crowded():
+    import os, pathlib
+    path = pathlib.Path(os.environ["MARK"])
+    first = not path.exists()
+    path.touch()
+    assert not first
+"""
+
+
+def test_failures_run_again_alone(tmp_path, capsys):
+    file = tmp_path / "test_sample.py"
+    file.write_text(TESTS)
+    self = gpu_test.Run(sys.executable, 300)
+    environment = {"MARK": str(tmp_path / "mark")}
+    root = os.path.relpath(file, ROOT)
+    names = [f"{root}::{name}" for name in ("test_good", "test_param[with a space]", "test_bad", "test_crowded")]
+    self.pytest("sample", names, environment, 120)
+    row = self.rows["sample"]
+    found = {test.split("::")[-1] for _, test, _ in self.again}
+    assert (row.passed, row.failed) == (2, 2) and found == {"test_bad", "test_crowded"}
+    self.again = [
+        (row, next(name for name in names if name.endswith(test.split("::")[-1])), env) for row, test, env in self.again
+    ]
+    self.rerun()
+    assert (row.passed, row.failed) == (3, 1), capsys.readouterr().out
+    assert row.notes == ["passed only alone: test_crowded"] and "assert 1 == 2" in row.failures[0]
+
+
+def test_a_run_in_which_nothing_works_still_reports(tmp_path, monkeypatch, capsys):
+    """No harness, no GPU, no time."""
+    monkeypatch.setattr(gpu_test, "HARNESS", ROOT / "no/such/harness")
+    about = {"gpu": "none", "date": "", "commit": None, "torch": None, "cuda": None}
+    monkeypatch.setattr(gpu_test, "machine", lambda: (about, tmp_path))
+    monkeypatch.setattr(gpu_test, "run", lambda *_: gpu_common.Done(1, "no doctor", 0.0))
+    monkeypatch.setattr(gpu_test.Run, "collect", lambda self, file, environment: [])
+    assert gpu_test.main(["--seconds", "3", "--workers", "2", "--build-failed", "--build-seconds", "1"]) == 1
+    record = json.loads((tmp_path / "test.json").read_text())
+    assert record["ok"] is False and record["steps"][0]["name"] == "build" and not record["steps"][0]["ok"]
+    assert "was not built" in capsys.readouterr().out
+
+
+def test_dev_says_that_there_is_no_gpu():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for command in ("gpu-test", "gpu-sweep"):
+        done = subprocess.run([str(ROOT / "dev"), command], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and "needs a GPU" in done.stderr
