@@ -1,13 +1,18 @@
 // The ordered list of implementations: best first, the reference last. The only file that sees the backends.
 #include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "core/registry.hpp"
 #include "cpu/cpu_tiled.hpp"
 #include "cpu/isa.hpp"
 #include "cpu/parallel.hpp"
 #include "cpu/reference.hpp"
+#include "cuda/compile_ahead.hpp"
 #include "cuda/device.hpp"
 #include "cuda/simt.hpp"
+#include "jit/nvrtc.hpp"
 
 namespace tilewise::core {
 
@@ -48,6 +53,13 @@ DeviceMemory allocate(Device device, size_t bytes, void* stream) {
     }
     return {data, [](Device, void* memory, void*) { std::free(memory); }};
 }
+
+void set_nvrtc_path(std::vector<std::string> directories) { jit::set_search_path(std::move(directories)); }
+std::string compile_kernels(const Problem& problem, Pass pass, const std::string& arch, const std::string& directory) {
+    return cuda::compile_ahead(problem, pass, arch, directory);
+}
+std::string list_kernels(const std::string& directory, bool verify) { return cuda::list_compiled(directory, verify); }
+uint64_t clear_kernels(const std::string& directory) { return cuda::clear_compiled(directory); }
 
 void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,
                 const Array& out) {

@@ -207,7 +207,7 @@ TEST(JitCache, KeepsWhatItIsGiven) {
     EXPECT_FALSE(cache.find("k"));
     const std::string bytes("\0cubin\n\xff", 8);
     const Image image{bytes, true, "a warning", "k.cu sm_90"};
-    EXPECT_EQ(cache.get_or_compile("k", [&] { return image; }).bytes, bytes);
+    EXPECT_EQ(cache.get_or_compile("k", [&] { return Image(image); }).bytes, bytes);
     const Image found = cache.get_or_compile("k", never);
     EXPECT_EQ(found.bytes, bytes);
     EXPECT_TRUE(found.is_ptx);
@@ -532,13 +532,16 @@ TEST(JitCache, PacksAreNeverWrittenTo) {
 // ---------------------------------------------------------------------------------------------------------------------
 // NVRTC
 
-const Source kTrivial{
-    "trivial.cu",
-    "#include \"inner.cuh\"\n"
-    "extern \"C\" __global__ void trivial(const __grid_constant__ Params p) { p.data[threadIdx.x] = kValue; }\n",
-    {{"inner.cuh", "struct Params { int* data; };\nconstexpr int kValue = 3;\n"}},
-    {},
-    false};
+const Source& trivial() {
+    static const Source source{
+        "trivial.cu",
+        "#include \"inner.cuh\"\n"
+        "extern \"C\" __global__ void trivial(const __grid_constant__ Params p) { p.data[threadIdx.x] = kValue; }\n",
+        {{"inner.cuh", "struct Params { int* data; };\nconstexpr int kValue = 3;\n"}},
+        {},
+        false};
+    return source;
+}
 
 // Folders with an NVRTC that only tests know: TILEWISE_TEST_NVRTC, and pip's packages in the checkout's environment.
 std::vector<std::string> nvrtc_folders() {
@@ -584,7 +587,7 @@ TEST_F(JitNvrtc, CompilesForEveryArchItKnows) {
             for (const bool specific : {false, true}) {
                 if (specific && number < 90) continue;
                 const Arch arch{number / 10, number % 10, specific};
-                const Image image = nvrtc->compile(kTrivial, {arch, false});
+                const Image image = nvrtc->compile(trivial(), {arch, false});
                 EXPECT_EQ(image.bytes.substr(0, 4), "\177ELF") << arch.name();
                 EXPECT_FALSE(image.is_ptx);
                 EXPECT_TRUE(contains(image.about, arch.name())) << image.about;
@@ -592,7 +595,7 @@ TEST_F(JitNvrtc, CompilesForEveryArchItKnows) {
             }
         }
         EXPECT_GE(different.size(), 5u) << nvrtc->name();
-        const Image ptx = nvrtc->compile(kTrivial, {{8, 0, false}, true});
+        const Image ptx = nvrtc->compile(trivial(), {{8, 0, false}, true});
         EXPECT_TRUE(ptx.is_ptx);
         EXPECT_TRUE(contains(ptx.bytes, ".target sm_80")) << ptx.bytes;
         EXPECT_TRUE(contains(ptx.bytes, "trivial"));
@@ -602,18 +605,21 @@ TEST_F(JitNvrtc, CompilesForEveryArchItKnows) {
 TEST_F(JitNvrtc, ErrorsCarryTheLog) {
     const Nvrtc* nvrtc = find();
     if (!nvrtc) GTEST_SKIP() << skip_reason_;
-    Source source = kTrivial;
+    Source source = trivial();
     source.text += "__device__ int broken() { return no_such_name; }\n";
     const std::string text = message_of([&] { (void)nvrtc->compile(source, {{8, 0, false}, false}); });
     for (const char* part :
          {"trivial.cu does not compile for sm_80", "no_such_name", "trivial.cu(3)", "NVRTC_ERROR_COMPILATION"})
         EXPECT_TRUE(contains(text, part)) << part << " in:\n" << text;
-    const std::string unknown = message_of([&] { (void)nvrtc->compile(kTrivial, {{3, 0, false}, false}); });
+    const std::string unknown = message_of([&] { (void)nvrtc->compile(trivial(), {{3, 0, false}, false}); });
     EXPECT_TRUE(contains(unknown, "sm_30")) << unknown;
-    source = kTrivial;
+    source = trivial();
     source.options = {"--no-such-option"};
     EXPECT_TRUE(contains(message_of([&] { (void)nvrtc->compile(source, {{8, 0, false}, false}); }), "no-such-option"));
-    EXPECT_EQ(nvrtc->compile(kTrivial, {{8, 0, false}, false}).log, "") << "usable afterwards";
+    const std::string log = nvrtc->compile(trivial(), {{8, 0, false}, false}).log;  // usable afterwards
+    for (const char* part : {"Compiling entry function 'trivial' for 'sm_80'", "0 bytes spill stores", "registers"})
+        EXPECT_TRUE(contains(log, part)) << log;
+    EXPECT_FALSE(contains(log, "warning")) << log;
 }
 
 TEST_F(JitNvrtc, FilesOfTheCurrentFolderStayOut) {
@@ -624,7 +630,7 @@ TEST_F(JitNvrtc, FilesOfTheCurrentFolderStayOut) {
     fs::current_path(folder.path());
     write_file("outside.cuh", "constexpr int kOutside = 1;\n");
     write_file("inner.cuh", "#error the file of the current folder was taken\n");
-    Source source = kTrivial;
+    Source source = trivial();
     EXPECT_EQ(message_of([&] { (void)nvrtc->compile(source, {{8, 0, false}, false}); }), "no error");
     source.text = "#include \"outside.cuh\"\n" + source.text;
     EXPECT_TRUE(contains(message_of([&] { (void)nvrtc->compile(source, {{8, 0, false}, false}); }), "outside.cuh"));
@@ -634,12 +640,12 @@ TEST_F(JitNvrtc, FilesOfTheCurrentFolderStayOut) {
 TEST_F(JitNvrtc, CompilesFromSeveralThreads) {
     const Nvrtc* nvrtc = find();
     if (!nvrtc) GTEST_SKIP() << skip_reason_;
-    const std::string wanted = nvrtc->compile(kTrivial, {{9, 0, true}, false}).bytes;
+    const std::string wanted = nvrtc->compile(trivial(), {{9, 0, true}, false}).bytes;
     std::vector<std::thread> threads;
     for (int i = 0; i < 4; ++i) {
         threads.emplace_back([&] {
             for (int round = 0; round < 3; ++round)
-                EXPECT_EQ(nvrtc->compile(kTrivial, {{9, 0, true}, false}).bytes, wanted);
+                EXPECT_EQ(nvrtc->compile(trivial(), {{9, 0, true}, false}).bytes, wanted);
         });
     }
     for (std::thread& thread : threads) thread.join();
@@ -656,9 +662,9 @@ TEST_F(JitNvrtc, ManyProcessesCompileOnce) {
                 const Nvrtc& nvrtc = require_nvrtc(0);
                 const Target target{{9, 0, true}, false};
                 const Image image = Cache(folder.path("cache"), kPlenty)
-                                        .get_or_compile(key_material(kTrivial, target, nvrtc.identity()), [&] {
+                                        .get_or_compile(key_material(trivial(), target, nvrtc.identity()), [&] {
                                             count_in(folder.path("count"));
-                                            return nvrtc.compile(kTrivial, target);
+                                            return nvrtc.compile(trivial(), target);
                                         });
                 _exit(image.bytes.substr(0, 4) == "\177ELF" ? 0 : 1);
             } catch (const std::exception&) {
@@ -679,27 +685,37 @@ TEST_F(JitNvrtc, ObtainsFromPackCacheOrCompiler) {
     if (!find()) GTEST_SKIP() << skip_reason_;
     const Folder folder;
     const Environment cache_directory("TILEWISE_CACHE_DIR", folder.path("cache"));
-    const Image compiled = obtain(kTrivial, 8, 6, 0);
+    const Image compiled = obtain(trivial(), 8, 6, 0);
     EXPECT_EQ(user_cache().ls().size(), 1u);
-    EXPECT_EQ(obtain(kTrivial, 8, 6, 0).bytes, compiled.bytes);
+    EXPECT_EQ(obtain(trivial(), 8, 6, 0).bytes, compiled.bytes);
     EXPECT_EQ(user_cache().ls().size(), 1u);
     // A GPU that no compiler knows yet.
-    EXPECT_TRUE(obtain(kTrivial, 19, 9, 0).is_ptx);
-    Source specific = kTrivial;
+    EXPECT_TRUE(obtain(trivial(), 19, 9, 0).is_ptx);
+    Source specific = trivial();
     specific.arch_specific = true;
     EXPECT_TRUE(contains(message_of([&] { (void)obtain(specific, 19, 9, 0); }), "newer NVRTC"));
 
-    EXPECT_EQ(compile_into_pack(kTrivial, {{8, 0, false}, false}, folder.path("pack")).bytes.substr(0, 4), "\177ELF");
-    (void)compile_into_pack(kTrivial, {{9, 0, false}, true}, folder.path("pack"));
-    EXPECT_TRUE(contains(message_of([&] { (void)compile_into_pack(kTrivial, {{8, 0, false}, false}, "/proc/self/x"); }),
-                         "/proc/self/x"));
+    const Arch sm_80{8, 0, false}, sm_90{9, 0, false};
+    Compiled packed = compile_ahead(trivial(), sm_80, false, 0, folder.path("pack"));
+    EXPECT_EQ(packed.image.bytes.substr(0, 4), "\177ELF");
+    EXPECT_FALSE(packed.from_cache);
+    EXPECT_TRUE(fs::exists(packed.path)) << packed.path;
+    packed = compile_ahead(trivial(), sm_80, false, 0, folder.path("pack"));
+    EXPECT_TRUE(packed.from_cache);
+    EXPECT_TRUE(compile_ahead(trivial(), sm_90, true, 0, folder.path("pack")).image.is_ptx);
+    EXPECT_TRUE(
+        contains(message_of([&] { (void)compile_ahead(trivial(), sm_80, false, 0, "/proc/self/x"); }), "/proc/self/x"));
+    // Without a folder: where obtain() looks.
+    const Image cached = compile_ahead(trivial(), {8, 6, false}, false, 0, "").image;
+    EXPECT_EQ(cached.bytes, compiled.bytes);
     const Environment pack("TILEWISE_PACKS", folder.path("nothing") + ":" + folder.path("pack"));
     const Environment no_cache("TILEWISE_CACHE_MAX_MB", "0");
     constexpr int kNoCompiler = 11000;  // no NVRTC is old enough for this driver
-    EXPECT_TRUE(contains(obtain(kTrivial, 8, 0, kNoCompiler).about, "sm_80"));
-    EXPECT_TRUE(contains(obtain(kTrivial, 8, 9, kNoCompiler).about, "sm_80")) << "code of an earlier GPU of the family";
-    EXPECT_TRUE(contains(obtain(kTrivial, 12, 0, kNoCompiler).about, "compute_90")) << "PTX for later ones";
-    const std::string miss = message_of([&] { (void)obtain(kTrivial, 7, 5, kNoCompiler); });
+    EXPECT_TRUE(contains(obtain(trivial(), 8, 0, kNoCompiler).about, "sm_80"));
+    EXPECT_TRUE(contains(obtain(trivial(), 8, 9, kNoCompiler).about, "sm_80"))
+        << "code of an earlier GPU of the family";
+    EXPECT_TRUE(contains(obtain(trivial(), 12, 0, kNoCompiler).about, "compute_90")) << "PTX for later ones";
+    const std::string miss = message_of([&] { (void)obtain(trivial(), 7, 5, kNoCompiler); });
     for (const char* part : {"trivial.cu", "sm_75", "not in a pack", "pip install nvidia-cuda-nvrtc-cu12"})
         EXPECT_TRUE(contains(miss, part)) << miss;
     EXPECT_TRUE(contains(miss, folder.path("pack"))) << miss;

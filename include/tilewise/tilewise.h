@@ -238,6 +238,34 @@ TILEWISE_API tilewise_status tilewise_set_parallel_for(tilewise_parallel_for fun
 TILEWISE_API tilewise_status tilewise_set_num_threads(int32_t num_threads);
 TILEWISE_API int32_t tilewise_num_threads(void);
 
+/* Folders, joined by colons, that may hold NVRTC, CUDA's run-time compiler, beside those where it is looked for anyway.
+ */
+TILEWISE_API tilewise_status tilewise_set_nvrtc_path(const char* directories);
+
+/* Compiles the GPU kernels that runs of this problem launch, before the first of them; no GPU is needed. Of the problem
+ * only dtypes, head dims, ranks and options count; device_type is taken as TILEWISE_CUDA, and data may be NULL.
+ *
+ * `arch` names the GPU: "80", "sm_90a"; NULL or "" = the one of the problem's device_index. The code goes into
+ * `directory`, a pack that TILEWISE_PACKS can name at run time, on machines without a compiler too; NULL or "" = into
+ * the user's cache, where runs look. What is there already is not compiled again.
+ *
+ * Writes up to `capacity` bytes (with terminator) of a report, and the length needed to *needed (may be NULL): one JSON
+ * object per line and kernel, with family, file, entry, arch, compiler, registers, shared_bytes, stack_bytes,
+ * spill_store_bytes, spill_load_bytes, local_bytes, image_bytes, seconds, from_cache, warnings, path. entry is "" and
+ * the numbers of the kernel are null where the compiler does not tell (PTX). A file's seconds stand at its first
+ * kernel. Safe to call from several threads. */
+TILEWISE_API tilewise_status tilewise_compile(const tilewise_problem* problem, tilewise_pass pass, const char* arch,
+                                              const char* directory, char* report, size_t capacity, size_t* needed);
+
+/* What is in a pack, or for NULL or "" in the user's cache: one JSON object per line, with key, about, bytes, last_use
+ * (seconds since 1970), problem ("" or why it would not be used); the first line is {"directory", "max_bytes"}.
+ * `verify` reads and checks everything, else only headers are looked at. Text and length as above. */
+TILEWISE_API tilewise_status tilewise_cache_list(const char* directory, int32_t verify, char* text, size_t capacity,
+                                                 size_t* needed);
+/* Removes compiled kernels and nothing else; writes their number to *removed (may be NULL). Processes that run keep
+ * those that they have loaded. */
+TILEWISE_API tilewise_status tilewise_cache_clear(const char* directory, uint64_t* removed);
+
 /* Facts about this build and machine, one "key: value" per line (ISA chosen and why, threads, implementations). */
 TILEWISE_API size_t tilewise_doctor(char* buffer, size_t capacity);
 

@@ -8,6 +8,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <list>
 #include <memory>
@@ -484,8 +485,49 @@ NB_MODULE(_ext, m) {
         },
         nb::arg("problem"), nb::arg("b"), nb::arg("h"), nb::arg("tile_m"), nb::arg("tile_n"));
 
+    m.def(
+        "compile",
+        [](const Problem& p, bool backward, const std::string& arch, const std::string& directory) {
+            std::string report(size_t{1} << 20, '\0');  // kernels of one problem: a few lines, and their warnings
+            size_t needed = 0;
+            run_without_gil([&] {
+                return tilewise_compile(&p.raw, backward ? TILEWISE_BACKWARD : TILEWISE_FORWARD, arch.c_str(),
+                                        directory.c_str(), report.data(), report.size(), &needed);
+            });
+            report.resize(std::min(needed, report.size()) - 1);
+            return report;
+        },
+        nb::arg("problem"), nb::arg("backward"), nb::arg("arch"), nb::arg("directory"));
+    m.def(
+        "cache_list",
+        [](const std::string& directory, bool verify) {
+            std::string text(size_t{1} << 16, '\0');
+            size_t needed = 0;
+            for (;;) {  // it may grow meanwhile
+                run_without_gil(
+                    [&] { return tilewise_cache_list(directory.c_str(), verify, text.data(), text.size(), &needed); });
+                if (needed <= text.size()) break;
+                text.resize(needed * 2);
+            }
+            text.resize(needed - 1);
+            return text;
+        },
+        nb::arg("directory"), nb::arg("verify"));
+    m.def(
+        "cache_clear",
+        [](const std::string& directory) {
+            uint64_t removed = 0;
+            check(tilewise_cache_clear(directory.c_str(), &removed));
+            return removed;
+        },
+        nb::arg("directory"));
+
     m.def("set_num_threads", [](int32_t count) { check(tilewise_set_num_threads(count)); }, nb::arg("count"));
     m.def("num_threads", &tilewise_num_threads);
+    // Directories with NVRTC, joined by colons.
+    m.def(
+        "set_nvrtc_path", [](const std::string& directories) { check(tilewise_set_nvrtc_path(directories.c_str())); },
+        nb::arg("directories"));
     m.def("version", [] { return std::string(tilewise_version()); });
     m.def("doctor", [] {
         std::string text(tilewise_doctor(nullptr, 0), '\0');

@@ -4,6 +4,8 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "dropout.hpp"
 #include "env.hpp"
@@ -46,6 +48,13 @@ template <class T>
 const T& given(const T* pointer, const char* argument) {
     if (pointer == nullptr) refuse(argument, "a null pointer", "a pointer to an initialised struct or value");
     return *pointer;
+}
+
+std::string given_text(const char* text) { return text ? text : ""; }
+
+void check_pass(tilewise_pass pass) {
+    if (pass != TILEWISE_FORWARD && pass != TILEWISE_BACKWARD)
+        refuse("pass", std::to_string(pass), "TILEWISE_FORWARD (0) or TILEWISE_BACKWARD (1)");
 }
 
 // Helpers that read values on the host.
@@ -95,9 +104,7 @@ void tilewise_backward_args_init(tilewise_backward_args* args) {
 tilewise_status tilewise_plan_create(const tilewise_problem* problem, tilewise_pass pass, tilewise_plan** plan) {
     return guarded([&] {
         if (plan == nullptr) refuse("plan", "a null pointer", "a pointer to receive the plan");
-        if (pass != TILEWISE_FORWARD && pass != TILEWISE_BACKWARD) {
-            refuse("pass", std::to_string(pass), "TILEWISE_FORWARD (0) or TILEWISE_BACKWARD (1)");
-        }
+        check_pass(pass);
         *plan = new tilewise_plan{Plan(given(problem, "problem"), static_cast<Pass>(pass))};
     });
 }
@@ -271,6 +278,47 @@ tilewise_status tilewise_set_num_threads(int32_t count) {
 }
 
 int32_t tilewise_num_threads(void) { return num_threads(); }
+
+tilewise_status tilewise_set_nvrtc_path(const char* directories) {
+    return guarded([&] {
+        const std::string text = given_text(directories);
+        std::vector<std::string> list;
+        for (size_t at = 0; at < text.size();) {
+            const size_t end = std::min(text.find(':', at), text.size());
+            if (end > at) list.push_back(text.substr(at, end - at));
+            at = end + 1;
+        }
+        set_nvrtc_path(std::move(list));
+    });
+}
+
+tilewise_status tilewise_compile(const tilewise_problem* problem, tilewise_pass pass, const char* arch,
+                                 const char* directory, char* report, size_t capacity, size_t* needed) {
+    return guarded([&] {
+        check_pass(pass);
+        tilewise_problem raw = given(problem, "problem");
+        raw.device_type = TILEWISE_CUDA;
+        const Problem p = make_problem(raw, false);
+        const size_t size = copy_text(
+            compile_kernels(p, static_cast<Pass>(pass), given_text(arch), given_text(directory)), report, capacity);
+        if (needed != nullptr) *needed = size;
+    });
+}
+
+tilewise_status tilewise_cache_list(const char* directory, int32_t verify, char* text, size_t capacity,
+                                    size_t* needed) {
+    return guarded([&] {
+        const size_t size = copy_text(list_kernels(given_text(directory), verify != 0), text, capacity);
+        if (needed != nullptr) *needed = size;
+    });
+}
+
+tilewise_status tilewise_cache_clear(const char* directory, uint64_t* removed) {
+    return guarded([&] {
+        const uint64_t count = clear_kernels(given_text(directory));
+        if (removed != nullptr) *removed = count;
+    });
+}
 
 size_t tilewise_doctor(char* buffer, size_t capacity) {
     std::string text;

@@ -20,7 +20,8 @@ struct Workspace {
 
 struct Implementation {
     const char* name;
-    // A pass that it does not have is null and never asked for. Empty string = takes it; otherwise one sentence that says why not and what would work.
+    // A pass that it does not have is null and never asked for. Empty string = takes it; otherwise one sentence that
+    // says why not and what would work.
     std::string (*supports)(const Problem& problem, Pass pass);
     size_t (*workspace_bytes)(const Problem& problem, Pass pass);
     std::string (*explain)(const Problem& problem, Pass pass);  // tile sizes, ISA, split: one line per fact
@@ -44,6 +45,13 @@ DeviceMemory allocate(Device device, size_t bytes, void* stream);
 // Probabilities of chosen rows and heads into out [batch, heads, rows, seqlen_kv]; lse may be absent.
 void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,
                 const Array& out);
+
+// Compiled GPU kernels; texts are those of tilewise.h. An empty directory is the user's cache, an empty arch the GPU of
+// the problem.
+void set_nvrtc_path(std::vector<std::string> directories);
+std::string compile_kernels(const Problem& problem, Pass pass, const std::string& arch, const std::string& directory);
+std::string list_kernels(const std::string& directory, bool verify);
+uint64_t clear_kernels(const std::string& directory);
 
 struct Refusal {
     const Implementation* implementation;

@@ -70,16 +70,49 @@ Image obtain(const Source& source, int gpu_major, int gpu_minor, int driver_vers
                                        [&] { return compile(*nvrtc, source, target); });
 }
 
-Image compile_into_pack(const Source& source, const Target& target, const std::string& directory) {
-    Image image = compile(require_nvrtc(0, &target.arch), source, target);
-    const std::string material = key_material(source, target, "");
-    // Unlike a cache, a pack may be for all users of a machine.
-    if (!Cache(directory, UINT64_MAX).publish(material, image) ||
-        chmod((directory + "/" + Cache::file_name(material)).c_str(), 0644) != 0) {
-        throw core::Error(core::Status::invalid_argument,
-                          "pack: " + directory + " does not take files; allowed: a folder that can be written to.");
+namespace {
+
+Compiled compile_for(const Nvrtc& nvrtc, const Source& source, const Target& target, const std::string& directory) {
+    // By which compiler code of a pack was made does not matter to whoever runs it.
+    const bool pack = !directory.empty();
+    const Cache cache = pack ? Cache(directory, UINT64_MAX) : user_cache();
+    const std::string material = key_material(source, target, pack ? "" : nvrtc.identity());
+    Compiled result;
+    result.path = cache.directory() + "/" + Cache::file_name(material);
+    result.from_cache = true;
+    const auto now = [&] {
+        result.from_cache = false;
+        const auto start = std::chrono::steady_clock::now();
+        Image image = compile(nvrtc, source, target);
+        result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        return image;
+    };
+    result.image = cache.get_or_compile(material, now);
+    // But who makes a pack gets what his compiler gives, and is told what it says.
+    if (result.from_cache && !result.image.about.ends_with(" " + nvrtc.name())) {
+        result.image = now();
+        cache.publish(material, result.image);
     }
-    return image;
+    // Unlike a cache, a pack may be for all users of a machine.
+    if (pack ? chmod(result.path.c_str(), 0644) != 0 : !cache.find(material)) {
+        throw core::Error(core::Status::invalid_argument,
+                          (pack ? "pack: " : "cache: ") + cache.directory() +
+                              (cache.max_bytes() == 0 ? " is switched off; allowed: TILEWISE_CACHE_MAX_MB above 0."
+                                                      : " does not take files; allowed: a folder that can be "
+                                                        "written to, on a disk with room."));
+    }
+    return result;
+}
+
+}  // namespace
+
+Compiled compile_ahead(const Source& source, const Arch& gpu, bool ptx, int driver_version,
+                       const std::string& directory) {
+    const Arch arch{gpu.major, gpu.minor, source.arch_specific};
+    const Nvrtc& nvrtc = require_nvrtc(driver_version, &arch);
+    Target target = choose_target(arch, nvrtc.archs(), nvrtc.name() + " (" + nvrtc.path() + ")");
+    target.ptx |= ptx;
+    return compile_for(nvrtc, source, target, directory);
 }
 
 }  // namespace tilewise::jit

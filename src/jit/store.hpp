@@ -11,7 +11,16 @@ namespace tilewise::jit {
 // way, with what to install.
 Image obtain(const Source& source, int gpu_major, int gpu_minor, int driver_version);
 
-// Compiles for an arch and puts it into a folder that TILEWISE_PACKS may name later. No GPU is needed.
-Image compile_into_pack(const Source& source, const Target& target, const std::string& directory);
+struct Compiled {
+    Image image;
+    std::string path;  // of the file that holds it
+    double seconds = 0;
+    bool from_cache = false;  // it was there already
+};
+
+// What obtain() would compile for such a GPU, or PTX for it and all later ones, put where it will be found: into a
+// folder that TILEWISE_PACKS may name later, or for "" into the user's cache. No GPU is needed; driver_version 0: any.
+Compiled compile_ahead(const Source& source, const Arch& gpu, bool ptx, int driver_version,
+                       const std::string& directory);
 
 }  // namespace tilewise::jit
