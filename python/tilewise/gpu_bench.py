@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import importlib
 import math
 import re
 import statistics
@@ -188,6 +189,7 @@ def flex_attention(cell: Cell, device: str) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as flex
 
+    torch._dynamo.reset()  # every cell is a new program; the limit of recompilations is for those that are not
     ids, width = cell.document_ids(device), measure.WINDOW_LENGTH
     rules: dict[str, Callable[..., Any]] = {
         "causal": lambda b, h, i, j: i >= j,
@@ -322,10 +324,10 @@ def make_turn(attention: Attention, sets: Sequence[Data], backward: bool, device
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         calls = calls_of(attention, sets, backward)
-        for call in calls:
+        for call in calls[:-1]:
             call()
         stream.synchronize()
-        once = device_clock(calls[0])
+        once = device_clock(calls[-1]) if len(calls) > 1 else min(device_clock(calls[0]) for _ in range(2))
     plain = Turn(list(calls), 1, on_stream(stream), False, once)
     repeats = max(1, min(16, round(UNIT_SECONDS / max(once, 1e-6) / len(calls)))) if once < UNIT_SECONDS else 0
     try:
@@ -333,8 +335,9 @@ def make_turn(attention: Attention, sets: Sequence[Data], backward: bool, device
             graphs = [capture(lambda: [call() for _ in range(repeats) for call in calls], stream)]
         else:
             graphs = [capture(call, stream) for call in calls]
-        captured = Turn([graph.replay for graph in graphs], max(1, repeats * len(calls)), device_clock, True, 0.0)
-        captured.unit_seconds = captured.clock(lambda: captured.queue(1))
+        captured = Turn([graph.replay for graph in graphs], max(1, repeats * len(calls)), device_clock, True, once)
+        if repeats:
+            captured.unit_seconds = captured.clock(lambda: captured.queue(1))
         return captured, None
     except Exception as error:
         with contextlib.suppress(Exception):
@@ -354,8 +357,6 @@ def capture(function: Callable[[], Any], stream: Any) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         function()
-    graph.replay()
-    torch.cuda.synchronize()
     return graph
 
 
@@ -364,28 +365,54 @@ def capture(function: Callable[[], Any], stream: Any) -> Any:
 
 @dataclass
 class Monitor:
-    """SM clock and power, read by nvidia-smi every 50 ms beside the run; nothing where it is missing."""
+    """SM clock and power every 50 ms beside the run, read through NVML, else by nvidia-smi; nothing where both are
+    missing."""
 
     gpu: str = ""  # its UUID
     samples: list[tuple[float, float, float]] = field(default_factory=list)  # time, MHz, W
     process: Any = None
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "50"]
-        if self.gpu:
-            command += ["-i", self.gpu]
+        self.stopped.clear()
+        try:
+            read = nvml_reader(self.gpu)
+            self.samples.append((time.perf_counter(), *read()))
+        except Exception:  # the package, the library, the device or the query: any of them may be missing
+            self.start_program()
+            return
+
+        def watch() -> None:
+            while not self.stopped.wait(0.05):
+                with contextlib.suppress(Exception):
+                    self.samples.append((time.perf_counter(), *read()))
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def start_program(self) -> None:
+        query = "--query-gpu=clocks.sm,power.draw"
+        command = [
+            "nvidia-smi",
+            query,
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "50",
+            *(["-i", self.gpu] if self.gpu else []),
+        ]
         try:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         except OSError:
             return
-        threading.Thread(target=self.read, daemon=True).start()
 
-    def read(self) -> None:
-        for line in self.process.stdout:
-            if (pair := parse_sample(line)) is not None:
-                self.samples.append((time.perf_counter(), *pair))
+        def watch(lines: Any) -> None:
+            for line in lines:
+                if (pair := parse_sample(line)) is not None:
+                    self.samples.append((time.perf_counter(), *pair))
+
+        threading.Thread(target=watch, args=(self.process.stdout,), daemon=True).start()
 
     def stop(self) -> None:
+        self.stopped.set()
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -397,6 +424,26 @@ class Monitor:
         clock = statistics.median(s[1] for s in inside) if inside else None
         power = [s[2] for s in inside if not math.isnan(s[2])]
         return clock, statistics.median(power) if power else None
+
+
+def nvml_reader(gpu: str) -> Callable[[], tuple[float, float]]:
+    """Reads MHz and W. The power of this moment: the usual query averages over a second."""
+    pynvml: Any = importlib.import_module("pynvml")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(gpu) if gpu else pynvml.nvmlDeviceGetHandleByIndex(0)
+    instant = getattr(pynvml, "NVML_FI_DEV_POWER_INSTANT", None)
+
+    def power() -> float:
+        if instant is not None:
+            value = pynvml.nvmlDeviceGetFieldValues(handle, [instant])[0]
+            if value.nvmlReturn == 0 and value.value.uiVal > 0:
+                return float(value.value.uiVal) / 1e3
+        return float(pynvml.nvmlDeviceGetPowerUsage(handle)) / 1e3
+
+    def read() -> tuple[float, float]:
+        return float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)), power()
+
+    return read
 
 
 def parse_sample(line: str) -> tuple[float, float] | None:

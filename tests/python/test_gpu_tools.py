@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu_common  # noqa: E402
+import gpu_sanitize  # noqa: E402
 import gpu_test  # noqa: E402
 
 sys.path.pop(0)
@@ -104,6 +105,43 @@ def test_a_run_in_which_nothing_works_still_reports(tmp_path, monkeypatch, capsy
     record = json.loads((tmp_path / "test.json").read_text())
     assert record["ok"] is False and record["steps"][0]["name"] == "build" and not record["steps"][0]["ok"]
     assert "was not built" in capsys.readouterr().out
+
+
+SANITIZER = """#!/bin/sh
+case "$1 $*" in
+    --version*) echo NVIDIA; echo "Version 1" ;;
+    --tool=memcheck*float64*) echo "========= Invalid __global__ read of size 4 bytes"
+        echo "2 passed, 0 failed"; echo "========= ERROR SUMMARY: 3 errors"; exit 86 ;;
+    --tool=racecheck*) echo "2 passed, 0 failed"; echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ;;
+    --tool=initcheck*) echo "1 of 2, 0 failed"; sleep 60 ;;
+    --tool=synccheck*) echo "========= Error: Device not supported"; exit 1 ;;
+    *) echo "2 passed, 0 failed"; echo "========= ERROR SUMMARY: 0 errors" ;;
+esac
+"""
+
+
+def test_sanitize_tells_clean_found_late_and_unusable_apart(tmp_path, monkeypatch, capsys):
+    about = {"gpu": "none", "date": "", "commit": None, "torch": None, "cuda": None}
+    harness, tool = tmp_path / "harness", tmp_path / "compute-sanitizer"
+    harness.write_text("#!/bin/sh\necho '2 passed, 0 failed'\n")
+    tool.write_text(SANITIZER)
+    for file in (harness, tool):
+        file.chmod(0o755)
+    monkeypatch.setattr(gpu_sanitize, "machine", lambda: (about, tmp_path))
+    monkeypatch.setattr(gpu_sanitize, "HARNESS", harness)
+    monkeypatch.setattr(gpu_sanitize, "ROOT", tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", "")
+    assert gpu_sanitize.main(["--cases", "2", "--limit", "6", "--out", str(tmp_path)]) == 1
+    steps = {step["name"]: step for step in json.loads((tmp_path / "sanitize.json").read_text())["steps"]}
+    assert steps["racecheck"]["ok"] and steps["racecheck"]["passed"] == 6
+    assert steps["memcheck"]["failed"] == 3 and "Invalid __global__ read" in steps["memcheck"]["failures"][0]
+    assert steps["initcheck"]["skipped"] == 6 and "time limit of 6 s after 1 cases" in steps["initcheck"]["notes"][0]
+    assert steps["synccheck"]["failed"] == 3 and "Device not supported" in steps["synccheck"]["failures"][0]
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("NOT clean")
+    monkeypatch.setattr(gpu_sanitize, "sanitizer", lambda: None)
+    assert gpu_sanitize.main(["--out", str(tmp_path)]) == 1
+    assert "not installed" in capsys.readouterr().out
 
 
 def test_dev_says_that_there_is_no_gpu():
