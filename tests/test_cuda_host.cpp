@@ -216,7 +216,8 @@ TILEWISE_ON_FAKE_GPU(GuardRestores) {
             try {
                 const DeviceGuard thrown(0);
                 throw 1;
-            } catch (int) {
+            } catch (int thrown) {
+                EXPECT_EQ(thrown, 1);
             }
             EXPECT_NE(current_context(), zero);
         }
@@ -508,6 +509,7 @@ int status_of_child(const std::function<bool()>& body) {
         try {
             good = body();
         } catch (...) {
+            good = false;
         }
         _exit(good ? 0 : 1);
     }
