@@ -107,18 +107,33 @@ def spec_of(row: dict[str, Any]) -> dict[str, Any]:
     return {"name": " ".join([row["dtype"], dim, row["mask"], *mod, *on]), **spec}
 
 
-# What models call all day: each alone, without the other options.
-PLAIN = [
-    {"dtype": dtype, "head_dim": dim, "mask": mask}
-    for dtype, dim in (("float16", 64), ("bfloat16", 64), ("float16", 128), ("bfloat16", 128), ("float32", 64))
-    for mask in ("band", "key_padding")
+# What models call all day: each alone, without the other options. Tuned are the passes that no arch may spill in.
+PLAIN: list[tuple[str, int, str, list[str]]] = [
+    ("float16", 64, "band", []),
+    ("bfloat16", 64, "key_padding", []),
+    ("float16", 128, "band", ["backward"]),
+    ("bfloat16", 128, "band", ["backward"]),
+    ("float32", 64, "band", []),
+    ("float32", 128, "key_padding", []),
 ]
+
+
+def plain_specs() -> Iterator[dict[str, Any]]:
+    off = {"score_mod": "none", **dict.fromkeys(("softcap", "bias", "alibi", "sinks", "dropout"), False)}
+    for dtype, dim, mask, tuned in PLAIN:
+        spec = spec_of({**off, "dtype": dtype, "head_dim": dim, "mask": mask})
+        name = spec["name"] + " alone"
+        if not tuned:
+            yield {**spec, "name": name}
+            continue
+        for each in ("forward", "backward"):
+            part = {**spec, "name": f"{name} {each}", "passes": [each]}
+            yield {**part, "tuned": True} if each in tuned else part
 
 
 def main() -> None:
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "python/tilewise/specs.json")
-    off = {"score_mod": "none", **dict.fromkeys(("softcap", "bias", "alibi", "sinks", "dropout"), False)}
-    specs = [{**spec_of({**off, **row}), "tuned": True} for row in PLAIN] + [spec_of(row) for row in cover()]
+    specs = [*plain_specs(), *map(spec_of, cover())]
     lines = ",\n".join("  " + json.dumps(spec) for spec in specs)
     target.write_text(
         '{\n "about": "Made by tools/make_specs.py; tilewise/_specs.py says what stands in a spec.",\n "specs": [\n'

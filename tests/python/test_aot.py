@@ -353,6 +353,15 @@ def test_only_a_tuned_kernel_fails(monkeypatch, changes, fault, tuned):
         assert "fwd_x sm_90a, the spec" in text
 
 
+def test_archs_in_turn_for_what_is_not_tuned():
+    specs = [Spec(name="a"), Spec(name="b", tuned=True), Spec(name="c")]
+    jobs = aot.jobs_of(specs, ["75", "80", "90a"], PASSES[:1], 2)
+    assert [(job.spec.name, job.arch) for job in jobs] == [
+        ("a", "75"), ("a", "80"), ("b", "75"), ("b", "80"), ("b", "90a"), ("c", "90a"), ("c", "75"),
+    ]  # fmt: skip
+    assert len(aot.jobs_of(specs, ["75", "80"], PASSES, 2)) == len(aot.jobs_of(specs, ["75", "80"], PASSES)) == 12
+
+
 def test_a_kernel_that_does_not_compile_fails_and_the_rest_goes_on(monkeypatch):
     def compile_(problem, backward, arch, directory):
         if backward:
