@@ -190,7 +190,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"{about['gpu']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}; {options.workers} programs at once, "
         f"{self.seconds:.0f} s left")  # fmt: skip
     os.environ.setdefault("TILEWISE_CACHE_DIR", str(BUILD / "cache"))
-    doctor = run([sys.executable, "-m", "tilewise.cli", "doctor"], 60, {"PYTHONPATH": str(ROOT / "python")})
+    doctor = run(
+        [sys.executable, "-P", "-c", "from tilewise.cli import main; main()", "doctor"],
+        60,
+        {"PYTHONPATH": str(ROOT / "python")},
+    )
     say(indented(doctor.output, 30))
     try:
         everything(self, options.workers)

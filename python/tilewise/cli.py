@@ -368,7 +368,7 @@ def version() -> None:
     print(tilewise.__version__)
 
 
-from . import cli_kernels  # noqa: E402, F401 - adds aot, warmup and cache
+from . import cli_kernels, cli_sweep  # noqa: E402, F401 - adds aot, warmup and cache; sweep
 
 
 def main() -> int:

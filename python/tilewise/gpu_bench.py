@@ -317,13 +317,18 @@ UNIT_SECONDS = 0.02  # about as long as a graph shall run: launch gaps between g
 
 def make_turn(attention: Attention, sets: Sequence[Data], backward: bool, device: str) -> tuple[Turn, str | None]:
     """A turn, and why it is not replayed from a graph if it is not."""
+    return turn_of(lambda: calls_of(attention, sets, backward), device)
+
+
+def turn_of(make: Callable[[], list[Callable[[], Any]]], device: str) -> tuple[Turn, str | None]:
+    """The same of any calls, one per set of inputs."""
     if device == "cpu":
-        return Turn(calls_of(attention, sets, backward), 1, host_clock, False), None
+        return Turn(make(), 1, host_clock, False), None
     # Gradients run on the stream of their forward pass, so both happen on the one that is captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        calls = calls_of(attention, sets, backward)
+        calls = make()
         for call in calls[:-1]:
             call()
         stream.synchronize()

@@ -160,7 +160,7 @@ def tilewise_options(cell: Cell, device: Any = "cpu") -> dict[str, Any]:
         options["window"] = WINDOW_LENGTH - 1, 0
     if cell.mask == "documents":
         ids = cell.document_ids(device).expand(cell.batch, -1).contiguous()
-        options["mask"] = tilewise.masks.documents(ids, ids)
+        options["mask"] = tilewise.masks.documents(ids)
     return options
 
 
