@@ -337,9 +337,9 @@ def turn_of(make: Callable[[], list[Callable[[], Any]]], device: str) -> tuple[T
     repeats = max(1, min(16, round(UNIT_SECONDS / max(once, 1e-6) / len(calls)))) if once < UNIT_SECONDS else 0
     try:
         if repeats:
-            graphs = [capture(lambda: [call() for _ in range(repeats) for call in calls], stream)]
+            graphs = [capture(list(calls) * repeats, stream)]
         else:
-            graphs = [capture(call, stream) for call in calls]
+            graphs = [capture([call], stream) for call in calls]
         captured = Turn([graph.replay for graph in graphs], max(1, repeats * len(calls)), device_clock, True, once)
         if repeats:
             captured.unit_seconds = captured.clock(lambda: captured.queue(1))
@@ -358,10 +358,11 @@ def on_stream(stream: Any) -> Callable[[Callable[[], None]], float]:
     return clock
 
 
-def capture(function: Callable[[], Any], stream: Any) -> Any:
+def capture(calls: Sequence[Callable[[], Any]], stream: Any) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        function()
+        for call in calls:
+            call()  # nobody keeps the result, so the next call gets its memory
     return graph
 
 

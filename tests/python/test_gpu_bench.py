@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -96,6 +97,85 @@ def test_turns_are_as_long_as_asked_and_not_a_call_longer():
                 assert total <= 0.2 + unit + 1e-9
         assert not done or {*done} <= {*range(units)}
     assert turn.next > 1  # sets are walked through from turn to turn
+
+
+class FakeGpu:
+    """The part of torch.cuda that a turn uses, with a clock of its own; a captured call costs 1 ms less."""
+
+    def __init__(self, monkeypatch, refuses=False):
+        self.now, self.queue, self.capturing, self.refuses = 0.0, [], None, refuses
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                pass
+
+            def record(self):
+                self.time = gpu.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return (end.time - self.time) * 1e3
+
+        class Stream:
+            def wait_stream(self, other):
+                pass
+
+            def synchronize(self):
+                pass
+
+        class Graph:
+            def __init__(self):
+                self.calls = []
+
+            def replay(self):
+                gpu.now += sum(cost - 1e-3 for _, cost in self.calls)
+                gpu.queue += [name for name, _ in self.calls]
+
+        @contextlib.contextmanager
+        def graph(graph, stream):
+            self.capturing = graph
+            try:
+                yield
+            finally:
+                self.capturing = None
+
+        for name, value in {"Event": Event, "Stream": Stream, "CUDAGraph": Graph, "graph": graph}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def call(self, name, cost):
+        def run():
+            if self.capturing is not None:
+                if self.refuses:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                self.capturing.calls.append((name, cost))
+            else:
+                self.now += cost
+                self.queue.append(name)
+
+        return run
+
+
+@pytest.mark.parametrize("cost", [2e-3, 0.011, 0.3])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_turns_of_a_gpu(monkeypatch, cost, refuses):
+    gpu = FakeGpu(monkeypatch, refuses)
+    turn, note = gpu_bench.turn_of(lambda: [gpu.call("a", cost), gpu.call("b", cost)], "cuda")
+    assert turn.captured is not refuses and (note is not None) is refuses
+    one = cost if refuses else cost - 1e-3
+    gpu.queue.clear()
+    start = gpu.now
+    assert math.isclose(turn.run(0.2), one)
+    assert gpu.queue[:4] == ["a", "b", "a", "b"][: len(gpu.queue)]
+    assert 0.2 - 1e-9 <= gpu.now - start <= 0.2 + max(one, 0.0 if refuses else one * turn.calls) + 1e-9
+    if cost == 0.3:  # one call a turn, and the other set of inputs in the next one
+        turn.run(0.2)
+        assert gpu.queue == ["a", "b"]
 
 
 def entry(name, seconds, ok=True):
