@@ -108,7 +108,7 @@ inline World make_world(uint32_t seed, bool specials) {
     return w;
 }
 
-std::vector<ArraySummary> summaries(const World& w) { return {w.arrays.begin(), w.arrays.end()}; }
+inline std::vector<ArraySummary> summaries(const World& w) { return {w.arrays.begin(), w.arrays.end()}; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Random expressions

@@ -674,8 +674,10 @@ std::string Case::check(const std::string& implementation) {
         const double scale = std::max({largest, 0.03, got.names[k].front() == 'd' ? largest_gradient : 0.0});
         double floor = wide ? 1e-12 * scale : (32 + 2 * largest_lse) * epsilon(DType::f32) * scale;
         // The gradient of a slope weighs those roundings of every row with distances up to the length.
-        if (got.names[k] == "dalibi_slopes")
-            floor *= std::max<double>(1, static_cast<double>(problem().max_seqlen_kv) / 8);
+        if (got.names[k] == "dalibi_slopes") {
+            const core::Problem p = problem();
+            floor *= std::max(1.0, static_cast<double>(std::max(p.max_seqlen_q, p.max_seqlen_kv)) / 8);
+        }
         if (x.size() < 64 || few_keys) floor += 8 * unit_roundoff(static_cast<DType>(raw_.q.dtype)) * scale;
         const double factor = got.names[k] == "o" ? 2 : x.size() < 64 ? 10 : 3;
         double limit = factor * worst_std + 2 * worst_round + floor;

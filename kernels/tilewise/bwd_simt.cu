@@ -77,9 +77,10 @@ TW_KERNEL(bwd_simt_dq, Params, params) {
             const KeyTile keys = KeyTile::make(p, site, j0);
             Real unused[4][4], ds[4][4];
             // Pieces of head_dim beyond the first see the same tiles again; the arrays get their gradient once.
-            if (kGradientArrays > 0 && c0 == 0) {
-                gradient_tile<kArrays>(unused, ds, slope_sum, params, score, rows, keys, tile_class, shared);
-            } else {
+            constexpr int kExtra = kGradientArrays > 0 ? kArrays : kNothing;
+            if (kExtra == kNothing || c0 == 0) {
+                gradient_tile<kExtra>(unused, ds, slope_sum, params, score, rows, keys, tile_class, shared);
+            } else if constexpr (kExtra != kNothing) {
                 gradient_tile<kNothing>(unused, ds, slope_sum, params, score, rows, keys, tile_class, shared);
             }
             put_tile(ds, shared);

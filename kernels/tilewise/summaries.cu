@@ -38,7 +38,7 @@ TW_KERNEL(summarise_tokens, abi::Summarise, p) {
 }
 
 template <int kColumns, bool kCausal>
-TW_DEVICE void summarise_intervals(const abi::Summarise& p, Int plane, Int first, Int* out) {
+TW_DEVICE void put_interval_extremes(const abi::Summarise& p, Int plane, Int first, Int* out) {
     const abi::MaskArray& a = p.array;
     Int x[8] = {kNoInteger, -kNoInteger, kNoInteger, -kNoInteger, kNoInteger, -kNoInteger, kNoInteger, -kNoInteger};
     for (Int key = first; key < minimum(first + kSummary, a.rows); ++key) {
@@ -59,10 +59,10 @@ TW_KERNEL(summarise_intervals, abi::Summarise, p) {
     const Int plane = offset_of_plane(a, n / blocks), first = n % blocks * kSummary;
     Int* const out = a.summary + n * kIntervalNumbers;
     switch (p.numbers * 2 + p.causal) {
-        case 3: return summarise_intervals<1, true>(p, plane, first, out);
-        case 4: return summarise_intervals<2, false>(p, plane, first, out);
-        case 5: return summarise_intervals<2, true>(p, plane, first, out);
-        default: return summarise_intervals<4, false>(p, plane, first, out);
+        case 3: return put_interval_extremes<1, true>(p, plane, first, out);
+        case 4: return put_interval_extremes<2, false>(p, plane, first, out);
+        case 5: return put_interval_extremes<2, true>(p, plane, first, out);
+        default: return put_interval_extremes<4, false>(p, plane, first, out);
     }
 }
 

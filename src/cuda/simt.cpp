@@ -86,6 +86,10 @@ const Function& kernel(const Problem& p, const Program& program, const char* fil
                     [&] { return jit::simt_source(file, program.spec, p, program.mask); });
 }
 
+// Rows of one head in memory; those of a packed tensor may belong to no sequence.
+int64_t query_rows(const Problem& p) { return (p.packed_q ? 1 : p.batch) * p.q_rows; }
+int64_t key_rows(const Problem& p) { return (p.packed_kv ? 1 : p.batch) * p.kv_rows; }
+
 // Shared memory of simt.cuh.
 unsigned shared_bytes(const Problem& p, int columns) {
     const int64_t real = p.dtype == DType::f64 ? 8 : 4, depth = p.dtype == DType::f64 ? 16 : 32, lead = 68;
@@ -159,7 +163,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const Call call(p, program->mask, arena);
     const abi::Tensor o = to_abi(args.o);
     const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
-    if (p.batch * p.num_heads_q * p.q_rows == 0) return;
+    if (p.num_heads_q * query_rows(p) == 0) return;
     call.prepare(workspace.stream);
     call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, workspace.stream);
     std::vector<std::byte> params;
@@ -234,10 +238,13 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     if (args.dk) fixed.dk = to_abi(args.dk);
     if (args.dv) fixed.dv = to_abi(args.dv);
     if (args.dbias) fixed.dbias = to_abi(args.dbias);
-    fixed.dslopes = per_head(args.dalibi_slopes), fixed.dsinks = per_head(args.dsinks);
+    const bool want_slopes = args.dalibi_slopes && args.dalibi_slopes.size() > 0;
+    const bool want_sinks = args.dsinks && args.dsinks.size() > 0;
+    if (want_slopes) fixed.dslopes = per_head(args.dalibi_slopes);
+    if (want_sinks) fixed.dsinks = per_head(args.dsinks);
     fixed.delta = memory.delta;
-    fixed.slope_partial = args.dalibi_slopes ? memory.slope_partial : nullptr;
-    fixed.sink_partial = args.dsinks ? memory.sink_partial : nullptr;
+    fixed.slope_partial = want_slopes ? memory.slope_partial : nullptr;
+    fixed.sink_partial = want_sinks ? memory.sink_partial : nullptr;
     fixed.q_tiles = call.q_tiles();
 
     // Gradients of captured arrays start from zero.
@@ -265,8 +272,8 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
         launch(kernel(p, *program, file, entry), config, params.data(), params.size());
     };
     constexpr const char *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
-    const bool queries = p.num_heads_q * call.q_tiles() > 0, keys = p.num_heads_kv * call.kv_tiles() > 0;
-    if (p.batch > 0) call.prepare(stream);
+    const bool queries = p.num_heads_q * query_rows(p) > 0, keys = p.num_heads_kv * key_rows(p) > 0;
+    call.prepare(stream);
     if (args.dq && queries) call.clear_rows(fixed.dq, {}, p.num_heads_q, p.head_dim_qk, true, stream);
     if (args.dk && keys) call.clear_rows(fixed.dk, {}, p.num_heads_kv, p.head_dim_qk, false, stream);
     if (args.dv && keys) call.clear_rows(fixed.dv, {}, p.num_heads_kv, p.head_dim_v, false, stream);
@@ -287,9 +294,9 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
         run(kShared, "bwd_simt_dbias",
             config_of(p, columns, tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1], 0, stream));
     }
-    if (args.dalibi_slopes || args.dsinks) {
+    if (want_slopes || want_sinks) {
         LaunchConfig config = config_of(p, columns, 1, p.num_heads_q, 0, stream);
-        const bool per_batch = args.dalibi_slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
+        const bool per_batch = want_slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
         config.grid.y = per_batch ? static_cast<unsigned>(p.batch) : 1;
         run(kShared, "bwd_simt_heads", config);
     }
