@@ -74,7 +74,7 @@ TW_DEVICE void score_product(Real (&s)[4][4], const Source& left, const Source& 
         stage_factor(shared.factors.a, left, d0, dims);
         stage_factor(shared.factors.b, right, d0, dims);
         __syncthreads();
-#pragma unroll 8
+#pragma unroll 4
         for (int d = 0; d < kDepth; ++d) {
             Real x[4], y[4];
 #pragma unroll
