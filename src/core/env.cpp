@@ -1,6 +1,11 @@
 #include "env.hpp"
 
+#include <charconv>
 #include <cstdlib>
+#include <map>
+#include <sstream>
+
+#include "error.hpp"
 
 namespace tilewise::core {
 
@@ -9,6 +14,7 @@ const std::vector<EnvVariable>& env_variables() {
         {"TILEWISE_CACHE_DIR",
          "folder of compiled GPU kernels; default: $XDG_CACHE_HOME/tilewise or ~/.cache/tilewise"},
         {"TILEWISE_CACHE_MAX_MB", "its largest size in MiB, default 1024; 0: no cache"},
+        {"TILEWISE_CONFIG", "family:name=value,...;... : constants of GPU kernels instead of the tuned ones"},
         {"TILEWISE_CPU_ISA", "scalar, avx2 or avx512: forces the instruction set of the CPU kernels"},
         {"TILEWISE_CUDA_DRIVER", "library to load as the CUDA driver; default: the one of the system"},
         {"TILEWISE_NVRTC",
@@ -29,6 +35,42 @@ const std::vector<EnvVariable>& env_variables() {
 std::string env(const char* name) {
     const char* value = std::getenv(name);  // NOLINT(concurrency-mt-unsafe): nobody here calls setenv
     return value ? value : "";
+}
+
+namespace {
+
+using Constants = std::map<std::string, int>;  // by "family:name"
+
+Constants parse_config(const std::string& text) {
+    const auto fail = [&](const std::string& part) {
+        refuse("TILEWISE_CONFIG", "\"" + part + "\" in \"" + text + "\"",
+               "family:name=value,name=value, families joined by ;, values whole numbers");
+    };
+    Constants all;
+    std::istringstream families(text);
+    for (std::string family; std::getline(families, family, ';');) {
+        const size_t colon = family.find(':');
+        if (colon == std::string::npos) fail(family);
+        std::istringstream constants(family.substr(colon + 1));
+        for (std::string constant; std::getline(constants, constant, ',');) {
+            const size_t equals = constant.find('=');
+            int value = 0;
+            const char* const end = constant.data() + constant.size();
+            if (equals == std::string::npos) fail(constant);
+            const auto [at, error] = std::from_chars(constant.data() + equals + 1, end, value);
+            if (error != std::errc() || at != end) fail(constant);
+            all[family.substr(0, colon + 1) + constant.substr(0, equals)] = value;
+        }
+    }
+    return all;
+}
+
+}  // namespace
+
+int tuned(const std::string& family, const std::string& name, int fallback) {
+    static const Constants constants = parse_config(env("TILEWISE_CONFIG"));
+    const auto found = constants.find(family + ":" + name);
+    return found == constants.end() ? fallback : found->second;
 }
 
 }  // namespace tilewise::core

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/env.hpp"
 #include "render_expr.hpp"
 
 namespace tilewise::jit {
@@ -28,7 +29,8 @@ SimtSpec simt_spec(const core::Problem& p, core::Pass pass) {
     spec.dtype = p.dtype;
     const int64_t dims = pass == core::Pass::forward ? p.head_dim_v : std::max(p.head_dim_qk, p.head_dim_v);
     // 128 columns keep a third of the registers in outputs; fp64 needs twice as many for 64.
-    spec.columns = p.dtype != core::DType::f64 && dims > 64 ? 128 : 64;
+    spec.columns = core::tuned(pass == core::Pass::forward ? "fwd_simt" : "bwd_simt", "kColumns",
+                               p.dtype != core::DType::f64 && dims > 64 ? 128 : 64);
     spec.softcap = p.softcap > 0;
     spec.bias = static_cast<bool>(p.bias);
     spec.slopes = static_cast<bool>(p.alibi_slopes);
@@ -53,7 +55,7 @@ Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& 
     constant("int", "kThreads", 256);
     // Two blocks hide each other's waits; the accumulators of fp64, and of dK and dV side by side, leave no room.
     const bool crowded = p.dtype == core::DType::f64 || (backward && spec.columns > 64);
-    constant("int", "kBlocks", crowded ? 1 : 2);
+    constant("int", "kBlocks", core::tuned(backward ? "bwd_simt" : "fwd_simt", "kBlocks", crowded ? 1 : 2));
     constant("int", "kDTypeQ", static_cast<int>(spec.dtype));
     constant("int", "kColumns", spec.columns);
     constant("bool", "kSoftcap", spec.softcap);
