@@ -151,7 +151,9 @@ def compile_jobs(jobs: Sequence[Job], directory: str, threads: int, console: Con
             for each in running:
                 each.cancel()
             raise
-    outcome.kernels = sorted(seen.values(), key=lambda each: (each.file, each.entry, each.arch, each.spec))
+    outcome.kernels = sorted(
+        seen.values(), key=lambda each: (each.file, each.entry, len(each.arch), each.arch, each.spec)
+    )
     outcome.seconds = time.perf_counter() - start
     return outcome
 
