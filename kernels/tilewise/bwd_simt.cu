@@ -1,7 +1,7 @@
 // Backward pass on the ordinary arithmetic units: every gradient, every option, every dtype. No sum is shared by two
 // blocks (but for captured arrays, below), so two runs give the same bits.
 //
-//   bwd_simt_delta   D = sum of o * do, minus dlse, per row; what each tile of rows adds to the sinks' gradient
+//   bwd_simt_delta   in a file of its own: D, per row
 //   bwd_simt_dq      one tile of queries, all its keys:  dQ = scale * dS K;  partial sums for the slopes
 //   bwd_simt_dkdv    one tile of keys, all query heads of its group:  dV = P'^T dO,  dK = scale * dS^T Q
 //
@@ -13,49 +13,6 @@
 #include "gradient.cuh"
 
 namespace tilewise {
-
-TW_KERNEL(bwd_simt_delta, Params, params) {
-    TW_DYNAMIC_SHARED(memory);
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const abi::Problem& p = params.call.problem;
-    const Int tiles = gridDim.x / p.num_heads_q, n = blockIdx.x % tiles, h = blockIdx.x / tiles;
-    const Place place = place_of(p, n, true);
-    Real sink_sum = 0;
-    if (place.b >= 0) {
-        const Site site = make_site(p, place.b, h);
-        const Int b_q = batch_of(p.packed_q, site.b);
-        const int tx = thread_x();
-        for (Int r = thread_y(); r < minimum(kTile, site.q_len - place.row); r += kThreads / 16) {
-            const Int row = site.q_row0 + place.row + r;
-            const Source o = Source::make(params.call.o, b_q, row, h, 1), d_o = Source::make(params.call.d_o, b_q, row, h, 1);
-            Real sum = 0;
-            for (Int d = tx; d < p.head_dim_v; d += 16) {
-                const Real x = o.at(0, d);
-                if (x != 0) sum += x * d_o.at(0, d);  // an empty row has no gradient, whatever do holds
-            }
-            // The 16 threads of a row go through this loop together; the other half of the warp may have left it.
-            const Word half = 0xffffu << (threadIdx.x % 32 & 16u);
-#pragma unroll
-            for (int lane = 8; lane > 0; lane /= 2) sum += __shfl_xor_sync(half, sum, lane);
-            const Real lse = *row_at(params.call.lse, b_q, h, row);
-            // lse of a row that sees nothing does not depend on any score; dlse of it may hold anything.
-            const Real dlse = params.call.dlse.data && lse != -Limits<Real>::infinity()
-                                  ? *row_at(params.call.dlse, b_q, h, row)
-                                  : Real(0);
-            if (tx == 0) {
-                *row_at(params.call.delta, b_q, h, row) = sum - dlse;
-                if (kSinks && lse != -Limits<Real>::infinity()) {
-                    const Real sink = load_any<Real>(p.sinks.data, p.sinks.dtype, h * p.sinks.head);
-                    sink_sum += exponential(sink - lse) * (dlse - sum);
-                }
-            }
-        }
-    }
-    if (kSinks && params.call.sink_partial) {
-        const Real total = block_sum(sink_sum, shared);
-        if (threadIdx.x == 0) static_cast<Real*>(params.call.sink_partial)[h * tiles + n] = total;
-    }
-}
 
 TW_KERNEL(bwd_simt_dq, Params, params) {
     TW_DYNAMIC_SHARED(memory);

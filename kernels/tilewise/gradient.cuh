@@ -48,6 +48,7 @@ enum Extra : int {
     kNothing = 0,
     kScoreGradient = 1,  // the gradient before softcap, that of the bias, in place of dS
     kArrays = 2,         // adds to the gradients of captured arrays
+    kProbabilities = 4,  // P without dropout in place of P, dP in place of dS
 };
 
 // p: P with dropout; ds: gradient of q k^T * scale; slope_sum: gains what the tile adds to the slope's gradient.
@@ -86,9 +87,14 @@ TW_DEVICE void gradient_tile(Real (&p_out)[4][4], Real (&ds_out)[4][4], Real& sl
             Real capped;
             const Real input = score.before_mod(product, i, j, capped), x = score.after_mod(input, i, j);
             if (x == -Limits<Real>::infinity()) return;
-            const Real probability = exponential(x - lse), delta = *row_at(params.call.delta, rows.b_q, rows.h, row);
+            const Real probability = exponential(x - lse);
             const Real kept = !kDropout ? Real(1)
                               : philox.keep(i, j, Word(p.dropout_threshold)) ? Real(p.keep_inverse) : Real(0);
+            if constexpr (kExtra == kProbabilities) {
+                first = probability, gradient = kept == 0 ? Real(0) : dprobability * kept;
+                return;
+            }
+            const Real delta = *row_at(params.call.delta, rows.b_q, rows.h, row);
             first = kept == 0 ? Real(0) : probability * kept;
             Real dx = probability * ((kept == 0 ? Real(0) : dprobability * kept) - delta);
             if constexpr (kScoreMod) {

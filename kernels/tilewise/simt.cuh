@@ -101,10 +101,14 @@ TW_DEVICE void clear(Output& o) {
     }
 }
 
-// o += tile * right, or (kTransposed) tile^T * right: columns [c0, c0 + kColumns) of right, which has kTile rows.
+// o += tile * right, or (kTransposed) tile^T * right: columns [c0, c0 + kColumns) of right, which has kTile rows. Where the
+// tile holds 0 for a key that is hidden, and right something that is not finite, the product is 0 all the same.
 template <bool kTransposed>
 TW_DEVICE void output_product(Output& o, const Source& right, Int c0, Int dims, Shared& shared) {
     const int tx = thread_x(), ty = thread_y();
+    const auto left = [&](int a, int r) -> Real {
+        return kTransposed ? shared.tile[r][4 * ty + a] : shared.tile[4 * ty + a][r];
+    };
     for (int r0 = 0; r0 < kTile && r0 < right.count; r0 += kStagedRows) {
         __syncthreads();
         const int c = threadIdx.x % kColumns;
@@ -112,18 +116,36 @@ TW_DEVICE void output_product(Output& o, const Source& right, Int c0, Int dims, 
         constexpr int kStep = kThreads / kColumns;
         const int first = threadIdx.x / kColumns;
         const typename Float<kDTypeQ>::Stored* at = right.data + (c0 + c) * right.dim + (r0 + first) * right.row;
+        Real probe = 0;  // becomes NaN at the first number that is not finite
 #pragma unroll 4
         for (int r = 0; r < kStagedRows; r += kStep, at += kStep * right.row) {
-            shared.staged[first + r][c] = first + r < rows ? Float<kDTypeQ>::template load<Real>(*at) : Real(0);
+            const Real x = first + r < rows ? Float<kDTypeQ>::template load<Real>(*at) : Real(0);
+            shared.staged[first + r][c] = x;
+            probe += x * Real(0);
         }
-        __syncthreads();
+        if (__syncthreads_or(probe != 0)) {
+#pragma unroll 1
+            for (int r = 0; r < kStagedRows; ++r) {
+#pragma unroll
+                for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+                    for (int b = 0; b < 4; ++b) {
+                        const Real v = shared.staged[r][64 * g + 4 * tx + b];
+#pragma unroll
+                        for (int a = 0; a < 4; ++a) {
+                            const Real p = left(a, r0 + r);
+                            o[a][g][b] += p == 0 ? Real(0) : p * v;
+                        }
+                    }
+                }
+            }
+            continue;
+        }
 #pragma unroll 4
         for (int r = 0; r < kStagedRows; ++r) {
             Real p[4];
 #pragma unroll
-            for (int a = 0; a < 4; ++a) {
-                p[a] = kTransposed ? shared.tile[r0 + r][4 * ty + a] : shared.tile[4 * ty + a][r0 + r];
-            }
+            for (int a = 0; a < 4; ++a) p[a] = left(a, r0 + r);
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
 #pragma unroll

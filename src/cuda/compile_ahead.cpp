@@ -36,7 +36,8 @@ std::vector<jit::Source> forward_simt(const Problem& p) {
 std::vector<jit::Source> backward_simt(const Problem& p) {
     const jit::SimtSpec spec = jit::simt_spec(p, Pass::backward);
     const jit::MaskProgram mask = jit::render_mask(p);
-    std::vector<jit::Source> sources{jit::simt_source("bwd_simt.cu", spec, p, mask)};
+    std::vector<jit::Source> sources{jit::simt_source("bwd_simt_delta.cu", spec, p, mask),
+                                     jit::simt_source("bwd_simt.cu", spec, p, mask)};
     // Gradients that score_mod's arrays may ask for, whether it reads them or not.
     const bool arrays = !p.score_mod.empty() && std::any_of(p.arrays.begin(), p.arrays.end(), [](const core::Array& a) {
         return core::is_float(a.dtype);

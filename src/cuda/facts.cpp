@@ -100,6 +100,13 @@ std::string facts() {
             const DeviceInfo& d = device_info(n);
             text += "cuda:" + std::to_string(n) + ": " + d.name + ", sm_" + std::to_string(d.major * 10 + d.minor) +
                     ", " + std::to_string(d.num_sms) + " SMs, " + mib(d.total_memory) + "\n";
+            std::string result;
+            try {
+                result = self_test(n);
+            } catch (const core::Error& error) {
+                result = std::string("failed: ") + error.what();
+            }
+            text += "cuda:" + std::to_string(n) + " self-test: " + result + "\n";
         }
     } else {
         text += "cuda: " + why_not + "\n";

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,6 +34,7 @@ struct Program {
     jit::MaskProgram mask;
     int gradient_arrays = 0;
     std::string key;  // of the module
+    mutable std::once_flag compiled;
 };
 
 // Everything that Program is made from, as text.
@@ -271,14 +273,19 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     const auto run = [&](const char* file, const char* entry, const LaunchConfig& config) {
         launch(kernel(p, *program, file, entry), config, params.data(), params.size());
     };
-    constexpr const char *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
+    constexpr const char *kDelta = "bwd_simt_delta.cu", *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
+    // The two modules that every backward pass needs are compiled side by side, the first time.
+    std::call_once(program->compiled, [&] {
+        const auto delta = std::async(std::launch::async, [&] { kernel(p, *program, kDelta, "bwd_simt_delta"); });
+        kernel(p, *program, kTiles, "bwd_simt_dkdv");
+    });
     const bool queries = p.num_heads_q * query_rows(p) > 0, keys = p.num_heads_kv * key_rows(p) > 0;
     call.prepare(stream);
     if (args.dq && queries) call.clear_rows(fixed.dq, {}, p.num_heads_q, p.head_dim_qk, true, stream);
     if (args.dk && keys) call.clear_rows(fixed.dk, {}, p.num_heads_kv, p.head_dim_qk, false, stream);
     if (args.dv && keys) call.clear_rows(fixed.dv, {}, p.num_heads_kv, p.head_dim_v, false, stream);
     if (queries) {
-        run(kTiles, "bwd_simt_delta", config_of(p, columns, call.q_tiles(), p.num_heads_q, 0, stream));
+        run(kDelta, "bwd_simt_delta", config_of(p, columns, call.q_tiles(), p.num_heads_q, 0, stream));
         if (args.dq || fixed.slope_partial || any_array) {
             run(kTiles, "bwd_simt_dq",
                 config_of(p, columns, call.q_tiles(), p.num_heads_q, args.dq ? p.head_dim_qk : 0, stream));

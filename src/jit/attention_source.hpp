@@ -19,7 +19,7 @@ SimtSpec simt_spec(const core::Problem& problem, core::Pass pass);
 // Number of arrays in GradientArrays: those of the problem if the score_mod reads float arrays, else 0.
 int num_gradient_arrays(const core::Problem& problem);
 
-// `file` is fwd_simt.cu, bwd_simt.cu or bwd_simt_shared.cu.
+// `file` is fwd_simt.cu, bwd_simt_delta.cu, bwd_simt.cu or bwd_simt_shared.cu.
 Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& problem, const MaskProgram& mask);
 Source plain_source(const char* file);  // prepare.cu, summaries.cu: the same for every problem
 
