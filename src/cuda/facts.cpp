@@ -81,7 +81,8 @@ std::string self_test(int device) {
         for (int d = 0; d < kDims; ++d) {
             double o = 0;
             for (int j = 0; j <= i; ++j) o += p[static_cast<size_t>(j)] / sum * double{v[j * kDims + d]};
-            worst = std::fmax(worst, std::abs(o - double{result[static_cast<size_t>(i * kDims + d)]}));
+            worst =
+                std::fmax(worst, std::abs(o - double{result[static_cast<size_t>(i) * kDims + static_cast<size_t>(d)]}));
         }
     }
     if (!(worst < 1e-5)) return "failed: off by " + std::to_string(worst) + " from the formula, allowed 1e-5";

@@ -145,7 +145,7 @@ std::string forward_supports(const Problem& p, Pass) { return supports(p, Pass::
 size_t forward_workspace(const Problem& p, Pass) {
     Arena arena(nullptr);
     const auto program = program_of(p, Pass::forward);
-    Call(p, program->mask, arena);
+    [[maybe_unused]] const Call call(p, program->mask, arena);
     return static_cast<size_t>(arena.used());
 }
 
@@ -206,7 +206,7 @@ size_t backward_workspace(const Problem& p, Pass) {
     Arena arena(nullptr);
     const auto program = program_of(p, Pass::backward);
     const Call call(p, program->mask, arena);
-    BackwardMemory(p, *program, call, arena);
+    [[maybe_unused]] const BackwardMemory memory(p, *program, call, arena);
     return static_cast<size_t>(arena.used());
 }
 
@@ -276,8 +276,9 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     constexpr const char *kDelta = "bwd_simt_delta.cu", *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
     // The two modules that every backward pass needs are compiled side by side, the first time.
     std::call_once(program->compiled, [&] {
-        const auto delta = std::async(std::launch::async, [&] { kernel(p, *program, kDelta, "bwd_simt_delta"); });
+        auto delta = std::async(std::launch::async, [&] { kernel(p, *program, kDelta, "bwd_simt_delta"); });
         kernel(p, *program, kTiles, "bwd_simt_dkdv");
+        delta.get();
     });
     const bool queries = p.num_heads_q * query_rows(p) > 0, keys = p.num_heads_kv * key_rows(p) > 0;
     call.prepare(stream);

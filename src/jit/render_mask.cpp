@@ -56,8 +56,8 @@ public:
                 "    Range keys{window_keys(p.window_left, p.window_right, t0).begin, "
                 "window_keys(p.window_left, p.window_right, t1).end};\n";
         for (const std::string& chunk : chunks_) {
-            text += "    keys = intersect(keys, {chunk_keys(" + chunk + ", t0).begin, chunk_keys(" + chunk +
-                    ", t1).end});\n";
+            text.append("    keys = intersect(keys, {chunk_keys(").append(chunk).append(", t0).begin, chunk_keys(");
+            text.append(chunk).append(", t1).end});\n");
         }
         text += "    return intersect(keys, {0, site.kv_len});\n}\n";
         text += std::string("TW_DEVICE Range query_hull") + kSite +
