@@ -313,12 +313,13 @@ void set_executor(void (*function)(void*, int64_t, int32_t, void (*)(void*, int6
 void parallel_for(int64_t count, const std::function<void(int64_t, int)>& body) {
     if (count <= 0) return;
     Job job{&body, count};
-    const int threads = static_cast<int>(std::min<int64_t>(max_threads(), count));
+    // All threads or one: libgomp ends those that a smaller team leaves over, and a larger one then waits for new ones.
+    const int threads = count > 1 ? max_threads() : 1;
     if (threads <= 1 || inside || serial_after_fork.load()) {
         for (int64_t index = 0; index < count; ++index) job.call(index, 0);
     } else if (const Host h = host(); h.function) {
         HostJob host_job{&job, std::vector<std::atomic<bool>>(static_cast<size_t>(h.num_threads))};
-        h.function(h.user, count, threads, host_body, &host_job);
+        h.function(h.user, count, static_cast<int32_t>(std::min<int64_t>(threads, count)), host_body, &host_job);
     } else {
         watch_forks();
         team_was_used.store(true);
