@@ -23,6 +23,8 @@
 
 #include "forward.inl"
 
+#include "direct.inl"
+
 #include "backward_tile.inl"
 
 #include "backward.inl"

@@ -22,6 +22,8 @@
 
 #include "forward.inl"
 
+#include "direct.inl"
+
 #include "backward_tile.inl"
 
 #include "backward.inl"

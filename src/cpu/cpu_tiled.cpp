@@ -1,16 +1,19 @@
 // The driver of the tiled CPU kernels: from a problem to memory, waves and work items. Nothing here is hot, and nothing
 // here depends on the instruction set.
 //
-// Shape decides, never the number of threads. With rows = q_len * group query rows per (sequence, KV head), a `pair`:
+// Shape decides what the bits are, never the number of threads. With rows = q_len * group query rows per (sequence, KV
+// head), a `pair`:
 //
-//   rows <= kDirectRows, not batch_invariant    direct: dot products with K and V as they lie in memory (decode)
+//   rows <= kDirectRows, not batch_invariant    direct: dot products with K and V as they lie in memory (decode);
+//                                               segments of kDirectSegment keys
 //   rows <= kTileM                              one block packs each KV tile into thread scratch as it comes
 //   otherwise                                   KV tiles are packed once, for all blocks and the whole GQA group
 //
 // Blocks are kTileM rows at most, of nearly equal height; with few queries per head a block takes several heads of the
 // group. A pair with at most kSplitBlocks blocks and more than one segment of keys gives every (block, segment) to
 // whoever is free, and the states are merged afterwards, in order: the same merge that a block does on its own, so the
-// same bits.
+// same bits. Direct, an item does neighbouring pairs of a sequence together where their rows lie side by side
+// (direct.inl), and one thread takes several items that are small; bits depend on neither.
 //
 // Pairs are worked on in waves, so that memory stays bounded: pack (parallel over tiles), work (parallel over blocks,
 // or blocks x segments; the last rows first, which under a causal mask are the longest), merge (parallel over blocks).
@@ -19,15 +22,18 @@
 //   packed   0 if group * max_q <= kTileM, else min(all, max(kWaveBytes, one)) with
 //              one = ceil(max_kv / kTileN) * tile,  tile = kTileN * (head_dim_qk + head_dim_v) * sizeof T, about
 //              all = one for every pair, or for packed sequences num_heads_kv * (total_kv / kTileN + batch) * tile
-//   partial  0 if max_kv <= kSegment, else min(all, max(kWaveBytes, one)) with
-//              one = ceil(max_kv / kSegment) * r * (head_dim_v + 2) * sizeof T, about;
-//              r = group * max_q if that is at most kTileM, else kSplitBlocks * kTileM
+//   partial  min(num_pairs * one, max(kWaveBytes, one)) with one = the larger of
+//              0 if max_kv <= kSegment, else ceil(max_kv / kSegment) * r * (head_dim_v + 2) * sizeof T, about;
+//                r = group * max_q if that is at most kTileM, else kSplitBlocks * kTileM
+//              0 if max_kv <= kDirectSegment or batch_invariant, else
+//                ceil(max_kv / kDirectSegment) * min(group * max_q, kDirectRows) * (head_dim_v + 2) * sizeof T, about
 //   pairs    batch * num_heads_kv * sizeof(Pair)
 //   scratch  threads * ForwardScratch
 // sizeof T is 4, for float64 problems 8. The formula does not depend on the instruction set.
 #include "cpu_tiled.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -59,26 +65,27 @@ namespace {
 
 constexpr int64_t kWaveBytes = int64_t{64} << 20;
 constexpr int64_t kSplitBlocks = 8;
+// Direct: KV heads within a page are read together while at least kDirectItems items are left for each thread; less
+// than kGrainBytes of reading (some 10 us) is not worth a thread of its own.
+constexpr int64_t kPageBytes = 4096, kDirectItems = 4, kGrainBytes = int64_t{128} << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Visible tiles
 
-void tiles_of_head(const Call& call, const RowBlock& block, int64_t h, Range segments, std::vector<Tile>& out) {
-    const int64_t kv_len = call.sequence(block.b).kv_len;
+void tiles_of_head(const Call& call, const RowBlock& block, int64_t h, Range keys, std::vector<Tile>& out) {
     const Range rows{block.i0, block.i0 + block.queries};
-    if (segments.begin == 0 && segments.end * kSegment >= kv_len) {
-        return call.mask->kv_tiles(block.b, h, rows, kTileN, out);
-    }
-    for (int64_t segment = segments.begin; segment < segments.end; ++segment) {
-        const Range keys{segment * kSegment, std::min((segment + 1) * kSegment, kv_len)};
-        const TileClass whole = call.mask->classify(block.b, h, rows, keys);
+    const int64_t kv_len = call.sequence(block.b).kv_len, end = std::min(keys.end, kv_len);
+    if (keys.begin == 0 && end == kv_len) return call.mask->kv_tiles(block.b, h, rows, kTileN, out);
+    for (int64_t begin = keys.begin; begin < end; begin += kSegment) {
+        const Range part{begin, std::min(begin + kSegment, end)};
+        const TileClass whole = call.mask->classify(block.b, h, rows, part);
         if (whole == TileClass::skip) continue;
-        for (int64_t j = keys.begin; j < keys.end; j += kTileN) {
+        for (int64_t j = part.begin; j < part.end; j += kTileN) {
             const TileClass cls = whole == TileClass::full
                                       ? whole
-                                      : call.mask->classify(block.b, h, rows, {j, std::min(j + kTileN, keys.end)});
+                                      : call.mask->classify(block.b, h, rows, {j, std::min(j + kTileN, part.end)});
             if (cls != TileClass::skip) out.push_back({j, cls});
         }
     }
@@ -99,14 +106,14 @@ void unite(const std::vector<Tile>& a, const std::vector<Tile>& b, std::vector<T
 
 }  // namespace
 
-std::span<const Tile> visible_tiles(const Call& call, const RowBlock& block, Range segments) {
+std::span<const Tile> visible_tiles(const Call& call, const RowBlock& block, Range keys) {
     thread_local std::vector<Tile> tiles, of_head, before;
     tiles.clear();
-    tiles_of_head(call, block, block.h0, segments, tiles);
+    tiles_of_head(call, block, block.h0, keys, tiles);
     if (call.mask->varies_by_head()) {
         for (int64_t h = block.h0 + 1; h < block.h0 + block.heads; ++h) {
             of_head.clear();
-            tiles_of_head(call, block, h, segments, of_head);
+            tiles_of_head(call, block, h, keys, of_head);
             before.swap(tiles);
             unite(before, of_head, tiles);
         }
@@ -128,12 +135,14 @@ struct Pair {
     int64_t queries, heads;  // of a block, at most
     int64_t query_blocks, head_blocks;
     int64_t tiles, segments;
-    bool split;                                         // every segment on its own
+    bool split;        // every segment on its own
+    int64_t heads_kv;  // direct: whose work the items do, this one's and the next ones', which have 0
     int64_t tiles_before, items_before, merges_before;  // within the wave
     int64_t packed_at, partial_at, partial_stride;      // bytes within the wave's memory
 
     [[nodiscard]] int64_t blocks() const { return query_blocks * head_blocks; }
-    [[nodiscard]] int64_t items() const { return blocks() * (split ? segments : 1); }
+    [[nodiscard]] int64_t items() const { return heads_kv == 0 ? 0 : blocks() * (split ? segments : 1); }
+    [[nodiscard]] int64_t segment_keys() const { return way == Way::direct ? kDirectSegment : kSegment; }
     [[nodiscard]] int64_t merges() const { return split ? blocks() : 0; }
 
     // Blocks of a head from its last queries to its first.
@@ -161,8 +170,12 @@ struct Sizes {
         // Up to kTileM rows are one block exactly; more are several, of heights that round up.
         const int64_t segments = ceil_div(p.max_seqlen_kv, kSegment),
                       split_rows = rows <= kTileM ? rows : kSplitBlocks * kTileM;
-        const int64_t one = segments * (State<T>::bytes(p, split_rows) + kSplitBlocks * 64);
-        partial = segments <= 1 ? 0 : wave(num_pairs * one, one);
+        int64_t one = segments <= 1 ? 0 : segments * (State<T>::bytes(p, split_rows) + kSplitBlocks * 64);
+        // Some sequence may be short enough for the direct way, here or when a plan is run with other lengths.
+        const int64_t direct = ceil_div(p.max_seqlen_kv, kDirectSegment);
+        if (direct > 1 && !p.batch_invariant)
+            one = std::max(one, direct * State<T>::bytes(p, std::min<int64_t>(rows, kDirectRows)));
+        partial = wave(num_pairs * one, one);
         pairs = round_up(num_pairs * static_cast<int64_t>(sizeof(Pair)), 64);
         scratch = threads * ForwardScratch<T>::carve(p, score_mod, nullptr, nullptr);
     }
@@ -184,11 +197,31 @@ Pair plan_pair(const Problem& p, int64_t b, int64_t head_kv) {
     pair.queries = ceil_div(s.q_len, pair.query_blocks);
     pair.query_blocks = ceil_div(s.q_len, pair.queries);
     pair.tiles = ceil_div(s.kv_len, kTileN);
-    pair.segments = ceil_div(s.kv_len, kSegment);
     pair.way = rows <= kDirectRows && !p.batch_invariant ? Way::direct : rows <= kTileM ? Way::unpacked : Way::packed;
+    pair.heads_kv = 1;
+    pair.segments = ceil_div(s.kv_len, pair.segment_keys());
     pair.split = pair.segments > 1 && pair.blocks() <= kSplitBlocks;
     pair.partial_stride = State<T>::bytes(p, pair.heads * pair.queries);
     return pair;
+}
+
+// How many KV heads from this one on are read together.
+int64_t heads_together(const Call& call, const Pair& pair, int64_t threads) {
+    const Problem& p = *call.problem;
+    if (pair.way != Way::direct || call.mask->varies_by_head()) return 1;
+    int64_t heads = std::min<int64_t>(kDirectHeads, p.num_heads_kv - pair.head_kv);
+    for (const core::Tensor4* t : {&p.k, &p.v}) {
+        const int64_t step = std::abs(t->head_stride);
+        if (step >= std::abs(t->row_stride)) return 1;
+        heads = std::min(heads, kPageBytes / std::max<int64_t>(step * core::size_of(t->dtype), 1));
+    }
+    const int64_t units = p.batch * p.num_heads_kv * pair.segments;
+    return std::max<int64_t>(std::min(heads, units / (threads * kDirectItems)), 1);
+}
+
+// How many pieces of work a thread takes at a time, if all of them read so many bytes.
+int64_t grain(int64_t pieces, int64_t bytes) {
+    return std::max<int64_t>(pieces * kGrainBytes / std::max<int64_t>(bytes, 1), 1);
 }
 
 // The pair that holds item `index` of a running count.
@@ -232,6 +265,14 @@ struct Memory {
     int64_t scratch_stride;
 };
 
+// parallel_for, `grain` at a time.
+template <class F>
+void in_grains(int64_t count, int64_t grain, const F& body) {
+    parallel_for(ceil_div(count, grain), [&](int64_t part, int slot) {
+        for (int64_t n = part * grain; n < std::min((part + 1) * grain, count); ++n) body(n, slot);
+    });
+}
+
 // Pack, work, merge.
 template <class T>
 void run_wave(const Call& call, const ForwardArgs& args, const KernelsOf<T>& kernel, std::span<const Pair> wave,
@@ -241,6 +282,15 @@ void run_wave(const Call& call, const ForwardArgs& args, const KernelsOf<T>& ker
     const Pair& last = wave.back();
     const int64_t tiles = last.tiles_before + (last.way == Way::packed ? last.tiles : 0);
     const int64_t items = last.items_before + last.items(), merges = last.merges_before + last.merges();
+    int64_t direct = 0, merged = 0;  // bytes that are read
+    for (const Pair& pair : wave) {
+        const int64_t keys = p.sequences[static_cast<size_t>(pair.b)].kv_len;
+        direct += keys * (p.head_dim_qk + p.head_dim_v) * core::size_of(p.dtype);
+        merged += pair.merges() * pair.segments * pair.partial_stride;
+    }
+    const bool all_direct =
+        std::all_of(wave.begin(), wave.end(), [](const Pair& pair) { return pair.way == Way::direct; });
+    const int64_t grain_of_items = all_direct ? grain(items, direct) : 1, grain_of_merges = grain(merges, merged);
 
     parallel_for(tiles, [&](int64_t index, int) {
         const Pair& pair = pair_of(wave, index, &Pair::tiles_before);
@@ -248,18 +298,22 @@ void run_wave(const Call& call, const ForwardArgs& args, const KernelsOf<T>& ker
         kernel.pack_tile(call, pair.b, pair.head_kv, tile * kTileN,
                          KvTile<T>::at(memory.packed + pair.packed_at + tile * tile_bytes, p));
     });
-    parallel_for(items, [&](int64_t index, int slot) {
+    in_grains(items, grain_of_items, [&](int64_t index, int slot) {
         const Pair& pair = pair_of(wave, index, &Pair::items_before);
         const int64_t n = index - pair.items_before, parts = pair.split ? pair.segments : 1, part = n % parts;
+        const int64_t keys = pair.segment_keys();
         ForwardItem item;
         item.block = pair.block(p, n / parts);
-        item.segments = pair.split ? Range{part, part + 1} : Range{0, pair.segments};
-        item.direct = pair.way == Way::direct;
+        item.keys = pair.split ? Range{part * keys, (part + 1) * keys} : Range{0, pair.segments * keys};
         if (pair.way == Way::packed) item.packed = memory.packed + pair.packed_at;
         if (pair.split) item.partial = memory.partial + pair.partial_at + n * pair.partial_stride;
-        kernel.forward_block(call, args, item, memory.scratch + slot * memory.scratch_stride);
+        std::byte* const scratch = memory.scratch + slot * memory.scratch_stride;
+        if (pair.way != Way::direct) return kernel.forward_block(call, args, item, scratch);
+        item.heads_kv = static_cast<int>(pair.heads_kv);
+        item.partial_step = pair.segments * pair.partial_stride;
+        kernel.direct_block(call, args, item, scratch);
     });
-    parallel_for(merges, [&](int64_t index, int) {
+    in_grains(merges, grain_of_merges, [&](int64_t index, int) {
         const Pair& pair = pair_of(wave, index, &Pair::merges_before);
         const int64_t n = index - pair.merges_before;
         kernel.merge_partials(call, args, pair.block(p, n),
@@ -287,12 +341,21 @@ void forward_of(const Call& call, const ForwardArgs& args, core::Workspace works
     const int64_t num_pairs = p.batch * p.num_heads_kv;
     for (int64_t next = 0; next < num_pairs;) {
         int64_t count = 0, tiles = 0, items = 0, merges = 0, packed = 0, partial = 0;
+        int64_t together = 0;  // pairs to come whose work is in the items before them
         for (; next < num_pairs; ++next) {
             Pair pair = plan_pair<T>(p, next / p.num_heads_kv, next % p.num_heads_kv);
             if (pair.items() == 0) continue;
             const int64_t new_tiles = pair.way == Way::packed ? pair.tiles : 0;
             const int64_t new_partial = pair.split ? pair.items() * pair.partial_stride : 0;
             if (packed + new_tiles * sizes.tile > sizes.packed || partial + new_partial > sizes.partial) break;
+            if (together == 0) {
+                together = heads_together(call, pair, threads);
+                if (new_partial > 0) together = std::min(together, (sizes.partial - partial) / new_partial);
+                pair.heads_kv = together;
+            } else {
+                pair.heads_kv = 0;
+            }
+            --together;
             pair.tiles_before = tiles, pair.items_before = items, pair.merges_before = merges;
             pair.packed_at = packed, pair.partial_at = partial;
             tiles += new_tiles, items += pair.items(), merges += pair.merges();

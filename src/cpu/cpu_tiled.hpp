@@ -60,9 +60,9 @@ struct Call {
     }
 };
 
-// Tiles of keys that a block of rows sees, within a range of segments, in ascending order. Valid until the thread's
-// next call.
-std::span<const core::Tile> visible_tiles(const Call& call, const RowBlock& block, core::Range segments);
+// Tiles of keys that a block of rows sees, within a range of keys, in ascending order. The range begins at a multiple
+// of kTileN and may reach past the sequence. Valid until the thread's next call.
+std::span<const core::Tile> visible_tiles(const Call& call, const RowBlock& block, core::Range keys);
 
 // One packed tile of kTileN keys: K by columns, V by rows (gemm.inl), and which rows of V are not finite.
 template <class T>
@@ -98,22 +98,30 @@ struct State {
     }
 };
 
-// One block of rows against some segments of its keys.
+// A block of at most kDirectRows rows is not worth packing for: dot products with K and V as they lie in memory
+// (direct.inl), of up to kDirectHeads KV heads together, which take turns every kDirectChunk keys. With so few rows
+// there is no work but reading, so the segments are shorter than kSegment: more to share among threads.
+inline constexpr int kDirectRows = 4, kDirectHeads = 8;
+inline constexpr int64_t kDirectSegment = 256, kDirectChunk = 16;
+
+// One block of rows against some of its keys.
 struct ForwardItem {
     RowBlock block;
-    core::Range segments;
+    core::Range keys;              // whole segments
     std::byte* packed = nullptr;   // packed KV tiles of this sequence and KV head, all of them; null: none
     std::byte* partial = nullptr;  // where the State of the only segment goes; null: finish and write o and lse
-    bool direct = false;           // at most kDirectRows rows: dot products with rows as they lie in memory
+    // Direct: the same block of this many KV heads from block's on, whose States lie partial_step bytes apart. 0: not
+    // direct.
+    int heads_kv = 0;
+    int64_t partial_step = 0;
 };
-inline constexpr int kDirectRows = 4;
 
 // Thread scratch of the forward pass; the same code measures and carves (with a null base nothing is written).
 template <class T>
 struct ForwardScratch {
-    T* q;            // [head_dim_qk][kTileM]; direct: [rows][padded head_dim_qk]
-    T* s;            // [kTileM][kTileN]
-    T* scale;        // [kTileM]
+    T* q;            // [head_dim_qk][kTileM]; direct: [KV head][kDirectRows][padded head_dim_qk]
+    T* s;            // [kTileM][kTileN]; direct: [KV head][2][kDirectRows][kTileN]
+    T* scale;        // [kTileM]; direct: [KV head][kTileM]
     uint8_t* bytes;  // [kTileN]
     uint8_t* seen;   // [kTileM][kTileN]
     State<T> run, segment;
@@ -129,10 +137,11 @@ struct ForwardScratch {
             return piece;
         };
         constexpr int64_t kSize = sizeof(T);
+        static_assert(kDirectHeads * kDirectRows <= kTileM);  // States
         std::byte* const q =
-            take(std::max<int64_t>(p.head_dim_qk * kTileM, kDirectRows * padded<T>(p.head_dim_qk)) * kSize);
-        std::byte* const s = take(int64_t{kTileM} * kTileN * kSize);
-        std::byte* const scale = take(kTileM * kSize);
+            take(std::max(p.head_dim_qk * kTileM, kDirectHeads * kDirectRows * padded<T>(p.head_dim_qk)) * kSize);
+        std::byte* const s = take(std::max<int64_t>(kTileM, 2 * kDirectHeads * kDirectRows) * kTileN * kSize);
+        std::byte* const scale = take(kDirectHeads * kTileM * kSize);
         std::byte* const bytes = take(kTileN);
         std::byte* const seen = take(int64_t{kTileM} * kTileN);
         std::byte* const run = take(State<T>::bytes(p, kTileM));
@@ -153,6 +162,7 @@ template <class T>
 struct KernelsOf {
     void (*pack_tile)(const Call& call, int64_t b, int64_t head_kv, int64_t j0, const KvTile<T>& tile);
     void (*forward_block)(const Call& call, const core::ForwardArgs& args, const ForwardItem& item, std::byte* scratch);
+    void (*direct_block)(const Call& call, const core::ForwardArgs& args, const ForwardItem& item, std::byte* scratch);
     // Merges the States of `count` segments, `stride` bytes apart, in order into the first, and writes o and lse.
     void (*merge_partials)(const Call& call, const core::ForwardArgs& args, const RowBlock& block, std::byte* partials,
                            int64_t count, int64_t stride);

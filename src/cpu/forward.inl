@@ -161,160 +161,23 @@ void pack_tile(const Call& call, int64_t b, int64_t head_kv, int64_t j0, const K
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products without packing, for at most kDirectRows rows: every row of K and V is read once, where it lies.
-
-// Asks for a row ahead of its use. Rows of one head often lie 4 KiB apart, where the hardware does not look ahead; the
-// address may be past the end, as a prefetch never faults.
-inline void prefetch_row(const Source& source, int64_t r, int64_t dim) {
-    if (source.dim_stride != 1) return;
-    const int64_t width = core::size_of(source.dtype);
-    const char* const row = static_cast<const char*>(source.data) + (source.origin + r * source.row_stride) * width;
-    for (int64_t byte = 0; byte < dim * width; byte += 64) __builtin_prefetch(row + byte);
-}
-inline constexpr int64_t kPrefetchKeys = 8;  // twice the widest group: the next two are always under way
-
-// Also asks for the rows of V, which direct_output reads next.
-template <class T, class Reader, int kRows>
-void direct_scores(const Source& k, int64_t dim, const Source& v, int64_t dim_v, const T* q, Range keys, T* s) {
-    constexpr int n = kLanes<T>, kGroup = kRows <= 2 ? 4 : 2;  // independent chains to hide latency
-    const int64_t q_length = padded<T>(dim), whole = k.dim_stride == 1 ? dim / n * n : 0;
-    const auto dots = [&]<int kKeys>(int64_t key, std::integral_constant<int, kKeys>) {
-        Vec<T> sum[kKeys][kRows];
-#pragma GCC unroll 4
-        for (int g = 0; g < kKeys; ++g) {
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) sum[g][r] = splat(T{0});
-        }
-        for (int g = 0; g < kKeys; ++g) {
-            prefetch_row(k, key + g + kPrefetchKeys, dim);
-            prefetch_row(v, key + g, dim_v);
-        }
-        const int64_t at = k.origin + key * k.row_stride;
-        for (int64_t d = 0; d < whole; d += n) {
-#pragma GCC unroll 4
-            for (int g = 0; g < kKeys; ++g) {
-                const Vec<T> x = Reader::vector(k.data, at + g * k.row_stride + d);
-#pragma GCC unroll 4
-                for (int r = 0; r < kRows; ++r) sum[g][r] = fma(load(q + r * q_length + d), x, sum[g][r]);
-            }
-        }
-        for (int64_t d = whole; d < dim; d += n) {
-            for (int g = 0; g < kKeys; ++g) {
-                const Vec<T> x = read_slowly<T, Reader>(k, at + g * k.row_stride + d * k.dim_stride, dim - d);
-                for (int r = 0; r < kRows; ++r) sum[g][r] = fma(load(q + r * q_length + d), x, sum[g][r]);
-            }
-        }
-#pragma GCC unroll 4
-        for (int g = 0; g < kKeys; ++g) {
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) s[r * kTileN + key + g] = sum_of<T>(sum[g][r]);
-        }
-    };
-    int64_t key = keys.begin;
-    for (; key + kGroup <= keys.end; key += kGroup) dots(key, std::integral_constant<int, kGroup>{});
-    for (; key < keys.end; ++key) dots(key, std::integral_constant<int, 1>{});
-}
-
-// o = o * scale + p V (o = p V if `first`). A first attempt adds hidden keys as 0 * v; if the sum is not finite, a
-// second one leaves them out: x holds the scores, -inf where hidden.
-template <class T, class Reader, int kRows>
-void direct_output(const Source& v, int64_t dim, Range keys, const T* p, const T* x, bool first, const T* scale, T* o) {
-    constexpr int n = kLanes<T>;
-    const int64_t row_length = padded<T>(dim), whole = v.dim_stride == 1 ? dim / n * n : 0;
-    const auto columns = [&]<int kColumns, bool kWhole, bool kCareful>(int64_t d, std::integral_constant<int, kColumns>,
-                                                                       std::bool_constant<kWhole>,
-                                                                       std::bool_constant<kCareful>) {
-        Vec<T> sum[kRows][kColumns];
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-            for (int c = 0; c < kColumns; ++c) sum[r][c] = splat(T{0});
-        }
-        for (int64_t k = keys.begin; k < keys.end; ++k) {
-            const int64_t at = v.origin + k * v.row_stride + d * v.dim_stride;
-            Vec<T> row[kColumns];
-#pragma GCC unroll 8
-            for (int c = 0; c < kColumns; ++c) {
-                row[c] = kWhole ? Reader::vector(v.data, at + c * n)
-                                : read_slowly<T, Reader>(v, at + c * n * v.dim_stride, dim - d - c * n);
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) {
-                if (kCareful && x[r * kTileN + k] == -kInf<T>) continue;
-                const Vec<T> factor = splat(p[r * kTileN + k]);
-#pragma GCC unroll 8
-                for (int c = 0; c < kColumns; ++c) sum[r][c] = fma(factor, row[c], sum[r][c]);
-            }
-        }
-        Vec<T> probe = splat(T{0});
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-            for (int c = 0; c < kColumns; ++c) probe = fma(sum[r][c], splat(T{0}), probe);
-        }
-        if (!kCareful && sum_of<T>(probe) != 0) return false;
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-            for (int c = 0; c < kColumns; ++c) {
-                T* const to = o + r * row_length + d + c * n;
-                store<T>(to, first ? sum[r][c] : fma(load(to), splat(scale[r]), sum[r][c]));
-            }
-        }
-        return true;
-    };
-    constexpr int kWide = 8 / kRows;
-    constexpr std::integral_constant<int, kWide> kSeveral{};
-    constexpr std::integral_constant<int, 1> kOne{};
-    int64_t d = 0;
-    for (; d + kWide * n <= whole; d += kWide * n) {
-        if (!columns(d, kSeveral, std::true_type{}, std::false_type{})) {
-            columns(d, kSeveral, std::true_type{}, std::true_type{});
-        }
-    }
-    for (; d < dim; d += n) {
-        if (!columns(d, kOne, std::false_type{}, std::false_type{})) {
-            columns(d, kOne, std::false_type{}, std::true_type{});
-        }
-    }
-}
-
-// Calls f with the reader of `dtype` and the number of rows as constants.
-template <class T, class F>
-void with_rows(DType dtype, int rows, F&& f) {
-    static_assert(kDirectRows == 4);
-    with_reader<T>(dtype, [&](auto reader) {
-        switch (rows) {
-            case 1: return f(reader, std::integral_constant<int, 1>{});
-            case 2: return f(reader, std::integral_constant<int, 2>{});
-            case 3: return f(reader, std::integral_constant<int, 3>{});
-            default: return f(reader, std::integral_constant<int, 4>{});
-        }
-    });
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // A block
 
 template <class T>
-void load_queries(const Call& call, const ForwardItem& item, T* q) {
+void load_queries(const Call& call, const RowBlock& block, T* q) {
     const core::Problem& p = *call.problem;
-    const RowBlock& block = item.block;
     const int64_t row0 = call.sequence(block.b).q_row0 + block.i0;
-    if (!item.direct && block.heads == 1) {
+    if (block.heads == 1) {
         return pack_columns(rows_of(p.q, block.b, row0, block.h0), block.queries, p.head_dim_qk, kTileM, kTileM, q);
     }
     // Few rows of several heads. Rows past the block's are not initialised: no kernel reads them.
-    const int64_t q_length = padded<T>(p.head_dim_qk);
     for (int r = 0; r < block.rows(); ++r) {
         const Source source = rows_of(p.q, block.b, call.sequence(block.b).q_row0 + block.query(r), block.head(r));
         with_reader<T>(source.dtype, [&](auto reader) {
             using Reader = decltype(reader);
             for (int64_t d = 0; d < p.head_dim_qk; d += kLanes<T>) {
                 const Vec<T> x = read<T, Reader>(source, 0, d, p.head_dim_qk);
-                if (item.direct) store<T>(q + r * q_length + d, x);
-                else
-                    for (int n = 0; n < kLanes<T> && d + n < p.head_dim_qk; ++n) q[(d + n) * kTileM + r] = x[n];
+                for (int n = 0; n < kLanes<T> && d + n < p.head_dim_qk; ++n) q[(d + n) * kTileM + r] = x[n];
             }
         });
     }
@@ -343,9 +206,9 @@ void forward_block(const Call& call, const core::ForwardArgs& args, const Forwar
     bool first = true;  // tile of its segment
     Extent e;
     reset(total, rows);
-    load_queries(call, item, f.q);
+    load_queries(call, block, f.q);
 
-    for (const core::Tile& next : visible_tiles(call, block, item.segments)) {
+    for (const core::Tile& next : visible_tiles(call, block, item.keys)) {
         const Range j{next.begin, next.begin + kTileN < sequence.kv_len ? next.begin + kTileN : sequence.kv_len};
         find_extent<T>(call, block, j, next.cls, e);
         if (e.empty()) continue;
@@ -359,36 +222,19 @@ void forward_block(const Call& call, const core::ForwardArgs& args, const Forwar
             first = true;
         }
 
-        if (item.direct) {
-            const Range keys = e.columns(0, rows);
-            const Source k = rows_of(p.k, block.b, sequence.kv_row0 + j.begin, head_kv);
+        KvTile<T> tile = f.tile;
+        if (item.packed) tile = KvTile<T>::at(item.packed + next.begin / kTileN * KvTile<T>::bytes(p), p);
+        else pack_tile(call, block.b, head_kv, j.begin, tile);
+        multiply_extent(f.q, tile.k, dim_qk, e, rows, f.s);
+        finish_scores(call, block, j, e, f.s, score_scratch);
+        if (tile.hot[0]) note_hot(tile.hot, e, rows, f.s, f.seen);
+        soften_tile(call, block, e, f.s, state, f.scale);
+        drop_tile(call, block, j, e, f.s, f.bytes);
+        multiply_rows(f.s, panels_of(tile.v, kTileN, dim_v), e, rows, state.o, row_length,
+                      first ? Epilogue::store : Epilogue::scale_add, f.scale);
+        if (tile.hot[0]) {
             const Source v = rows_of(p.v, block.b, sequence.kv_row0 + j.begin, head_kv);
-            T* const x = f.s + kDirectRows * kTileN;  // scores, kept
-            with_rows<T>(p.dtype, rows, [&](auto reader, auto count) {
-                direct_scores<T, decltype(reader), count.value>(k, dim_qk, v, dim_v, f.q, keys, f.s);
-            });
-            finish_scores(call, block, j, e, f.s, score_scratch);
-            __builtin_memcpy(x, f.s, sizeof(T) * kDirectRows * kTileN);
-            soften_tile(call, block, e, f.s, state, f.scale);
-            drop_tile(call, block, j, e, f.s, f.bytes);
-            with_rows<T>(p.dtype, rows, [&](auto reader, auto count) {
-                direct_output<T, decltype(reader), count.value>(v, dim_v, keys, f.s, x, first, f.scale, state.o);
-            });
-        } else {
-            KvTile<T> tile = f.tile;
-            if (item.packed) tile = KvTile<T>::at(item.packed + next.begin / kTileN * KvTile<T>::bytes(p), p);
-            else pack_tile(call, block.b, head_kv, j.begin, tile);
-            multiply_extent(f.q, tile.k, dim_qk, e, rows, f.s);
-            finish_scores(call, block, j, e, f.s, score_scratch);
-            if (tile.hot[0]) note_hot(tile.hot, e, rows, f.s, f.seen);
-            soften_tile(call, block, e, f.s, state, f.scale);
-            drop_tile(call, block, j, e, f.s, f.bytes);
-            multiply_rows(f.s, panels_of(tile.v, kTileN, dim_v), e, rows, state.o, row_length,
-                          first ? Epilogue::store : Epilogue::scale_add, f.scale);
-            if (tile.hot[0]) {
-                const Source v = rows_of(p.v, block.b, sequence.kv_row0 + j.begin, head_kv);
-                add_hot(v, dim_v, tile.hot, e, rows, f.s, f.seen, state.o);
-            }
+            add_hot(v, dim_v, tile.hot, e, rows, f.s, f.seen, state.o);
         }
         first = false;
     }

@@ -41,7 +41,7 @@ void test_store16(DType dtype, const float* in, uint16_t* out, int64_t n) {
 
 template <class T>
 constexpr KernelsOf<T> kernels_of() {
-    return {pack_tile<T>, forward_block<T>, merge_partials<T>, test_multiply<T>, test_function<T>};
+    return {pack_tile<T>, forward_block<T>, direct_block<T>, merge_partials<T>, test_multiply<T>, test_function<T>};
 }
 
 }  // namespace
