@@ -49,6 +49,7 @@ public:
     [[nodiscard]] int64_t q_tiles() const { return tiles(p_.packed_q, p_.q_rows); }
     [[nodiscard]] int64_t kv_tiles() const { return tiles(p_.packed_kv, p_.kv_rows); }
 
+    [[nodiscard]] bool needs_preparation() const { return problem_.sequences != nullptr || !masks_.empty(); }
     void prepare(void* stream) const;  // launches
     // Zeroes the rows that belong to no sequence; sets lse to -inf there.
     void clear_rows(const abi::Tensor& tensor, const abi::Rows& lse, int64_t heads, int64_t dims, bool query_side,
