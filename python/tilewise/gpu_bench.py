@@ -255,6 +255,7 @@ class Turn:
     clock: Callable[[Callable[[], None]], float]  # seconds that the device works on what the function queues
     captured: bool
     unit_seconds: float = 0.0
+    reads: Sequence[object] = ()  # a graph keeps addresses, not tensors: what it reads must outlive it
     next: int = 0
 
     def queue(self, count: int) -> None:
@@ -340,7 +341,9 @@ def turn_of(make: Callable[[], list[Callable[[], Any]]], device: str) -> tuple[T
             graphs = [capture(list(calls) * repeats, stream)]
         else:
             graphs = [capture([call], stream) for call in calls]
-        captured = Turn([graph.replay for graph in graphs], max(1, repeats * len(calls)), device_clock, True, once)
+        captured = Turn(
+            [graph.replay for graph in graphs], max(1, repeats * len(calls)), device_clock, True, once, reads=calls
+        )
         if repeats:
             captured.unit_seconds = captured.clock(lambda: captured.queue(1))
         return captured, None
