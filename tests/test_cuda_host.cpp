@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -25,6 +26,7 @@
 #include "cuda/launch.hpp"
 #include "cuda/module.hpp"
 #include "cuda/tensor_map.hpp"
+#include "tilewise/tilewise.h"
 
 extern char** environ;
 
@@ -607,6 +609,125 @@ TILEWISE_ON_FAKE_GPU(TensorMaps) {
     // What only the driver knows.
     refused([](TiledLayout& t) { t.dtype = TmaType::u16, t.nan_outside = true; },
             {"encoding a tensor map", "64:dense:64"});
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Calls through the C ABI
+
+class Memory {
+public:
+    Memory(int device, size_t bytes) : device_(device), data_(allocate(device, bytes, nullptr)) {}
+    ~Memory() { release(device_, data_, nullptr); }
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    [[nodiscard]] void* data() const { return data_; }
+
+private:
+    int device_;
+    void* data_;
+};
+
+struct CallOnGpu {
+    static constexpr int64_t kRows = 40, kHeads = 2, kDims = 16, kSize = kRows * kHeads * kDims;
+    std::vector<float> host = std::vector<float>(3 * kSize);
+    Memory memory{0, 5 * kSize * sizeof(float)};  // q, k, v, o, lse
+    tilewise_problem problem{};
+    tilewise_forward_args args{};
+
+    CallOnGpu() {
+        for (size_t n = 0; n < host.size(); ++n) host[n] = std::sin(static_cast<float>(n * n % 997));
+        const DeviceGuard guard(0);
+        copy_to_device(memory.data(), host.data(), host.size() * sizeof(float), nullptr);
+        synchronize(nullptr);
+        tilewise_problem_init(&problem);
+        tilewise_forward_args_init(&args);
+        problem.device_type = TILEWISE_CUDA, problem.causal = 1;
+        problem.q = tensor(at(0)), problem.k = tensor(at(1)), problem.v = tensor(at(2));
+        args.o = tensor(at(3));
+    }
+    [[nodiscard]] float* at(int64_t part) const { return static_cast<float*>(memory.data()) + part * kSize; }
+    static tilewise_tensor tensor(float* data) {
+        return {data, TILEWISE_FLOAT32, 4, {1, kRows, kHeads, kDims}, {kSize, kHeads * kDims, kDims, 1}};
+    }
+    std::vector<float> result() const {
+        std::vector<float> o(kSize);
+        const DeviceGuard guard(0);
+        copy_to_host(o.data(), at(3), kSize * sizeof(float), nullptr);
+        synchronize(nullptr);
+        return o;
+    }
+    std::vector<float> on_the_cpu() {
+        tilewise_problem cpu = problem;
+        tilewise_forward_args cpu_args = args;
+        std::vector<float> o(kSize);
+        cpu.device_type = TILEWISE_CPU, cpu.backend = nullptr;
+        cpu.q = tensor(host.data()), cpu.k = tensor(host.data() + kSize), cpu.v = tensor(host.data() + 2 * kSize);
+        cpu_args.o = tensor(o.data());
+        EXPECT_EQ(tilewise_forward(&cpu, &cpu_args), TILEWISE_OK) << tilewise_last_error();
+        return o;
+    }
+};
+
+TILEWISE_ON_FAKE_GPU(OneCallGivesWhatTheCpuGives) {
+    CallOnGpu call;
+    for (const char* backend : {"", "simt", "fwd_simt", "bwd_simt"}) {  // the last two are halves of one backend
+        call.problem.backend = backend;
+        ASSERT_EQ(tilewise_forward(&call.problem, &call.args), TILEWISE_OK) << tilewise_last_error();
+        const std::vector<float> got = call.result(), want = call.on_the_cpu();
+        for (size_t n = 0; n < got.size(); ++n) ASSERT_NEAR(got[n], want[n], 1e-5) << backend << " " << n;
+    }
+}
+
+TILEWISE_ON_FAKE_GPU(RefusalsNameWhatIsWrong) {
+    CallOnGpu call;
+    const auto refused = [&](tilewise_status status, const char* text) {
+        EXPECT_EQ(tilewise_forward(&call.problem, &call.args), status) << text;
+        EXPECT_NE(std::string(tilewise_last_error()).find(text), std::string::npos) << tilewise_last_error();
+    };
+    call.problem.backend = "cpu_tiled";
+    refused(TILEWISE_UNSUPPORTED, "works on CPU tensors; these are on cuda:0");
+    call.problem.backend = "simd";
+    refused(TILEWISE_INVALID_ARGUMENT, "fwd_simt, bwd_simt, cpu_tiled, reference");
+    call.problem.backend = nullptr;
+    call.problem.device_index = 7;
+    EXPECT_NE(tilewise_forward(&call.problem, &call.args), TILEWISE_OK);
+    EXPECT_NE(std::string(tilewise_last_error()).find('7'), std::string::npos) << tilewise_last_error();
+    call.problem.device_index = -1;
+    refused(TILEWISE_INVALID_ARGUMENT, "device_index");
+    call.problem.device_index = 0;
+    call.problem.device_type = 9;
+    refused(TILEWISE_INVALID_ARGUMENT, "device_type");
+    call.problem.device_type = TILEWISE_CUDA;
+    EXPECT_EQ(tilewise_forward(&call.problem, &call.args), TILEWISE_OK) << tilewise_last_error();
+}
+
+TILEWISE_ON_FAKE_GPU(LengthsInDeviceMemoryAreClampedOrChecked) {
+    CallOnGpu call;
+    const std::array<int32_t, 3> cu{0, 5000, 30};  // beyond the tensor, and falling
+    const Memory device_cu(0, sizeof cu);
+    {
+        const DeviceGuard guard(0);
+        copy_to_device(device_cu.data(), cu.data(), sizeof cu, nullptr);
+        synchronize(nullptr);
+    }
+    for (tilewise_tensor* tensor : {&call.problem.q, &call.problem.k, &call.problem.v, &call.args.o}) {
+        *tensor = {tensor->data, TILEWISE_FLOAT32, 3, {CallOnGpu::kRows, 2, 16}, {32, 16, 1}};
+    }
+    call.problem.cu_seqlens_q = {device_cu.data(), TILEWISE_INT32, 1, {3}, {1}};
+    call.problem.cu_seqlens_kv = call.problem.cu_seqlens_q;
+    ASSERT_EQ(tilewise_forward(&call.problem, &call.args), TILEWISE_OK) << tilewise_last_error();
+    for (const float x : call.result()) ASSERT_TRUE(std::isfinite(x));
+    call.problem.validate = 1;
+    EXPECT_EQ(tilewise_forward(&call.problem, &call.args), TILEWISE_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(tilewise_last_error()).find("cu_seqlens_q"), std::string::npos) << tilewise_last_error();
+}
+
+TILEWISE_ON_FAKE_GPU(DoctorRunsAKernel) {
+    std::string text(tilewise_doctor(nullptr, 0), '\0');
+    tilewise_doctor(text.data(), text.size());
+    EXPECT_NE(text.find("cuda:0 self-test: passed"), std::string::npos) << text;
+    EXPECT_NE(text.find("kernel compiler: NVRTC 13.0"), std::string::npos) << text;
+    EXPECT_NE(text.find("kernel cache: "), std::string::npos) << text;
 }
 
 }  // namespace
