@@ -9,8 +9,8 @@
 
 #include "core/registry.hpp"
 #include "jit/render_mask.hpp"
-#include "tilewise/abi.h"
 #include "module.hpp"
+#include "tilewise/abi.h"
 
 namespace tilewise::cuda {
 
