@@ -74,7 +74,8 @@ static std::vector<int> natural_order(size_t rank) {
     return order;
 }
 
-Buffer::Buffer(DType dtype, std::vector<int64_t> shape) : Buffer(dtype, shape, natural_order(shape.size()), 0, 1) {}
+Buffer::Buffer(DType dtype, const std::vector<int64_t>& shape)
+    : Buffer(dtype, shape, natural_order(shape.size()), 0, 1) {}
 
 int64_t Buffer::size() const {
     int64_t n = 1;
@@ -121,7 +122,7 @@ int64_t Case::uniform(int64_t low, int64_t high) {
 }
 bool Case::chance(double p) { return std::uniform_real_distribution<double>(0, 1)(generator_) < p; }
 
-Buffer& Case::random_float(DType dtype, std::vector<int64_t> shape, double spread, bool strided) {
+Buffer& Case::random_float(DType dtype, const std::vector<int64_t>& shape, double spread, bool strided) {
     std::vector<int> order = natural_order(shape.size());
     if (strided && chance(0.5)) std::shuffle(order.begin(), order.end(), generator_);
     const int64_t gap = strided && chance(0.4) ? uniform(1, 9) : 0;

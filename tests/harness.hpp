@@ -25,7 +25,7 @@ public:
     // order: axes from outermost to innermost in memory; step: extra distance factor of the innermost axis; gap: unused
     // elements after each row of the innermost axis.
     Buffer(DType dtype, std::vector<int64_t> shape, std::vector<int> order, int64_t gap, int64_t step);
-    Buffer(DType dtype, std::vector<int64_t> shape);  // dense
+    Buffer(DType dtype, const std::vector<int64_t>& shape);  // dense
 
     [[nodiscard]] tilewise_tensor& view() { return view_; }
     [[nodiscard]] const tilewise_tensor& view() const { return view_; }
@@ -88,7 +88,7 @@ private:
                     Results& results);
     int64_t uniform(int64_t low, int64_t high);
     bool chance(double p);
-    Buffer& random_float(DType dtype, std::vector<int64_t> shape, double spread, bool strided);
+    Buffer& random_float(DType dtype, const std::vector<int64_t>& shape, double spread, bool strided);
     Buffer& integers(DType dtype, std::vector<int64_t> values);
     int add_array(const Buffer& buffer);
 };

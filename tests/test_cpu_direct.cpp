@@ -67,8 +67,10 @@ struct Trial {
         }
         if (c.used) {
             used = Buffer(DType::i32, {c.batch});
-            for (int64_t b = 0; b < c.batch; ++b)
-                used.set(b, static_cast<double>(c.seqlen_kv * (b + 1) / (c.batch + 1)));
+            for (int64_t b = 0; b < c.batch; ++b) {
+                const int64_t rows = c.seqlen_kv * (b + 1) / (c.batch + 1);
+                used.set(b, static_cast<double>(rows));
+            }
             raw.seqused_kv = used.view();
         }
         if (c.padding) {

@@ -46,8 +46,8 @@ int run_test() {
                         problem.describe().c_str(), wrong.c_str());
         }
         if ((n + 1) % 100 == 0 || n + 1 == cases)
-            std::fprintf(stderr, "\r%lld of %lld, %d failed", static_cast<long long>(n + 1),
-                         static_cast<long long>(cases), failed);
+            std::fprintf(stderr, "\r%s of %s, %d failed", std::to_string(n + 1).c_str(), std::to_string(cases).c_str(),
+                         failed);
     }
     std::fprintf(stderr, "\n");
     std::printf("%lld passed, %d failed\n", static_cast<long long>(cases - failed), failed);
@@ -140,7 +140,7 @@ int main(int argc, char** argv) {
             const size_t equals = argument.find('=');
             if (equals == std::string::npos || !settings.count(argument.substr(0, equals))) {
                 std::string names;
-                for (const auto& [key, value] : settings) names += " " + key + "=" + value;
+                for (const auto& [key, value] : settings) names.append(" ").append(key).append("=").append(value);
                 core::refuse("argument", argument, "key=value with the keys and defaults" + names);
             }
             settings[argument.substr(0, equals)] = argument.substr(equals + 1);
