@@ -722,6 +722,14 @@ TILEWISE_ON_FAKE_GPU(LengthsInDeviceMemoryAreClampedOrChecked) {
     EXPECT_NE(std::string(tilewise_last_error()).find("cu_seqlens_q"), std::string::npos) << tilewise_last_error();
 }
 
+TILEWISE_ON_FAKE_GPU(ConstantsOfNoKernelAreRefused, {"TILEWISE_CONFIG", "fwd_simt:kBlocks=1,kColums=64"}) {
+    CallOnGpu call;
+    EXPECT_EQ(tilewise_forward(&call.problem, &call.args), TILEWISE_INVALID_ARGUMENT);
+    const std::string text = tilewise_last_error();
+    EXPECT_NE(text.find("TILEWISE_CONFIG: got fwd_simt:kColums"), std::string::npos) << text;
+    EXPECT_NE(text.find("fwd_simt:kColumns"), std::string::npos) << text;
+}
+
 TILEWISE_ON_FAKE_GPU(DoctorRunsAKernel) {
     std::string text(tilewise_doctor(nullptr, 0), '\0');
     tilewise_doctor(text.data(), text.size());

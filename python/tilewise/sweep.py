@@ -45,7 +45,6 @@ SHAPE = re.compile(
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 Say = Callable[[str], None]
-UNREAD = f"This build does not read {VARIABLE}: every config is the choice of the library."
 
 
 # ------------------------------------------------------------------------------------------------------------- the file
@@ -196,8 +195,6 @@ def compile_all(sweep: Sweep, arch: str, directory: Path, jobs: int, say: Say) -
     """All configs, several processes at once. The record lies beside the kernels, for the run to read."""
     directory.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    if not knows_configs():
-        say(UNREAD)
 
     def one(job: Job) -> list[dict[str, Any]]:
         request = {"do": "compile", "shapes": job.shapes, "arch": arch, "directory": str(directory)}
@@ -578,8 +575,6 @@ def run(sweep: Sweep, settings: Settings, out: Path, say: Say) -> int:
     if settings.pack is not None and (settings.pack / "sweep.json").exists():
         compiled = json.loads((settings.pack / "sweep.json").read_text())
     say(f"{about['gpu']}: {len(sweep.jobs)} configs, {sweep.cells} cells, anchor {sweep.anchor or 'none'}; {out}")
-    if not knows_configs():
-        say(UNREAD)
 
     def record(results: list[dict[str, Any]]) -> dict[str, Any]:
         return {**about, "anchor": sweep.anchor, "rounds": settings.rounds, "turn_ms": settings.turn * 1e3,
@@ -602,14 +597,6 @@ def run(sweep: Sweep, settings: Settings, out: Path, say: Say) -> int:
         + f"; {out}"
     )
     return 1 if broken or not good else 0
-
-
-def knows_configs() -> bool:
-    """Whether the library lists the variable among those that it reads."""
-    code = "import tilewise; print(tilewise.doctor())"
-    environment = worker_environment(Config("probe", (("kProbe", 1),)), None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    return VARIABLE in done.stdout
 
 
 if __name__ == "__main__":

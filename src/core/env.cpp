@@ -1,7 +1,9 @@
 #include "env.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <iterator>
 #include <map>
 #include <sstream>
 
@@ -41,6 +43,9 @@ namespace {
 
 using Constants = std::map<std::string, int>;  // by "family:name"
 
+// Every constant that some kernel asks tuned() for.
+constexpr const char* kTunable[] = {"fwd_simt:kColumns", "fwd_simt:kBlocks", "bwd_simt:kColumns", "bwd_simt:kBlocks"};
+
 Constants parse_config(const std::string& text) {
     const auto fail = [&](const std::string& part) {
         refuse("TILEWISE_CONFIG", "\"" + part + "\" in \"" + text + "\"",
@@ -59,7 +64,13 @@ Constants parse_config(const std::string& text) {
             if (equals == std::string::npos) fail(constant);
             const auto [at, error] = std::from_chars(constant.data() + equals + 1, end, value);
             if (error != std::errc() || at != end) fail(constant);
-            all[family.substr(0, colon + 1) + constant.substr(0, equals)] = value;
+            const std::string name = family.substr(0, colon + 1) + constant.substr(0, equals);
+            if (std::find(std::begin(kTunable), std::end(kTunable), name) == std::end(kTunable)) {
+                std::string names;
+                for (const char* known : kTunable) names += (names.empty() ? "" : ", ") + std::string(known);
+                refuse("TILEWISE_CONFIG", name, names);
+            }
+            all[name] = value;
         }
     }
     return all;
