@@ -1,6 +1,4 @@
 // The ordered list of implementations: best first, the reference last. The only file that sees the backends.
-#include <cstdlib>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +8,7 @@
 #include "cpu/isa.hpp"
 #include "cpu/parallel.hpp"
 #include "cpu/reference.hpp"
+#include "cpu/workspace.hpp"
 #include "cuda/compile_ahead.hpp"
 #include "cuda/device.hpp"
 #include "cuda/facts.hpp"
@@ -17,42 +16,6 @@
 #include "jit/nvrtc.hpp"
 
 namespace tilewise::core {
-namespace {
-
-// Host memory that remembers its size in front of itself, for the alignment's sake a whole cache line.
-struct alignas(64) Block {
-    size_t bytes;
-};
-
-// The block that this thread freed last, for its next call: touching fresh memory is a page fault per 4 KiB, which is
-// more than all the work of a small problem.
-struct LastFreed {
-    static constexpr size_t kMaxBytes = size_t{64} << 20;
-    Block* block = nullptr;
-
-    LastFreed() = default;
-    LastFreed(const LastFreed&) = delete;
-    LastFreed& operator=(const LastFreed&) = delete;
-    ~LastFreed() { std::free(std::exchange(block, nullptr)); }
-};
-thread_local LastFreed last_freed;
-
-Block* take_block(size_t bytes) {
-    Block* const kept = std::exchange(last_freed.block, nullptr);
-    if (kept && kept->bytes >= bytes) return kept;
-    std::free(kept);
-    bytes = (bytes + sizeof(Block) - 1) / sizeof(Block) * sizeof(Block);
-    void* const memory = std::aligned_alloc(alignof(Block), sizeof(Block) + bytes);
-    return memory ? new (memory) Block{bytes} : nullptr;
-}
-
-void give_block(Block* block) {
-    if (block->bytes <= LastFreed::kMaxBytes && (!last_freed.block || last_freed.block->bytes < block->bytes))
-        std::swap(block, last_freed.block);
-    std::free(block);
-}
-
-}  // namespace
 
 std::span<const Implementation* const> implementations() {
     static constexpr const Implementation* kList[] = {
@@ -84,12 +47,7 @@ DeviceMemory allocate(Device device, size_t bytes, void* stream) {
         return {cuda::allocate(device.index, bytes, stream),
                 [](Device on, void* memory, void* of) { cuda::release(on.index, memory, of); }};
     }
-    Block* const block = take_block(bytes);
-    if (block == nullptr) {
-        throw Error(Status::out_of_memory, "workspace: " + std::to_string(bytes) +
-                                               " bytes could not be allocated. Free memory, or split the batch.");
-    }
-    return {block + 1, [](Device, void* memory, void*) { give_block(static_cast<Block*>(memory) - 1); }};
+    return {cpu::take_workspace(bytes), [](Device, void* memory, void*) { cpu::give_workspace(memory); }};
 }
 
 void set_nvrtc_path(std::vector<std::string> directories) { jit::set_search_path(std::move(directories)); }

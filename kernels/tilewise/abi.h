@@ -107,7 +107,6 @@ struct ArrayGradient {
 };
 
 struct Summarise {  // one launch of a kernel of summaries.cu
-    Problem problem;
     MaskArray array;
     Array captured;
     double* captured_summary;

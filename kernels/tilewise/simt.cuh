@@ -15,6 +15,7 @@ constexpr int kTile = 64;                                   // queries, and keys
 constexpr int kDepth = sizeof(Real) == 8 ? 16 : 32;         // of a product, staged at once
 constexpr int kStagedRows = sizeof(Real) == 8 ? 16 : 32;    // of the right factor of an output product
 constexpr int kGroups = kColumns / 64;
+static_assert(kColumns % 64 == 0 && kThreads % kColumns == 0, "columns come in groups, and stages in whole rows");
 constexpr int kLead = kTile + 4;                            // of a tile in shared memory, to spread its banks
 
 struct Shared {
@@ -27,8 +28,8 @@ struct Shared {
     Real tile[kTile][kLead];  // P or dS
     Int list[kThreads];       // tiles to work on, and their class in the low two bits
     int warp_counts[kThreads / 32];
-    int count;
 };
+static_assert(sizeof(Shared) <= kSharedBytes, "the host asks for kSharedBytes");
 
 TW_DEVICE int thread_x() { return static_cast<int>(threadIdx.x) % 16; }
 TW_DEVICE int thread_y() { return static_cast<int>(threadIdx.x) / 16; }

@@ -2,12 +2,10 @@
 #include "simt.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <future>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include "call.hpp"
@@ -39,12 +37,7 @@ struct Program {
 
 // Everything that Program is made from, as text.
 std::string identity(const Problem& p, Pass pass) {
-    const jit::SimtSpec spec = jit::simt_spec(p, pass);
-    std::string text = pass == Pass::forward ? "fwd_simt" : "bwd_simt";
-    for (const int n : {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
-                        int{spec.sinks}, int{spec.dropout}}) {
-        text += " " + std::to_string(n);
-    }
+    std::string text = (pass == Pass::forward ? "fwd_simt" : "bwd_simt") + jit::text_of(jit::simt_spec(p, pass));
     // Bands are run-time numbers of the program, so they belong to its identity, though not to the text of the kernel.
     text += " band " + std::to_string(p.causal) + " " + std::to_string(p.window_left) + " " +
             std::to_string(p.window_right) + " " + std::to_string(p.chunk);
@@ -69,12 +62,8 @@ std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
     program->spec = jit::simt_spec(p, pass);
     program->mask = jit::render_mask(p);
     program->gradient_arrays = pass == Pass::backward ? jit::num_gradient_arrays(p) : 0;
-    const jit::SimtSpec& spec = program->spec;
-    for (const int n :
-         {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
-          int{spec.sinks}, int{spec.dropout}, static_cast<int>(p.arrays.size()), static_cast<int>(p.scalars.size())}) {
-        program->key += " " + std::to_string(n);
-    }
+    program->key =
+        jit::text_of(program->spec) + " " + std::to_string(p.arrays.size()) + " " + std::to_string(p.scalars.size());
     for (const core::Array& a : p.arrays) {
         program->key += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
     }
@@ -92,13 +81,6 @@ const Function& kernel(const Problem& p, const Program& program, const char* fil
 int64_t query_rows(const Problem& p) { return (p.packed_q ? 1 : p.batch) * p.q_rows; }
 int64_t key_rows(const Problem& p) { return (p.packed_kv ? 1 : p.batch) * p.kv_rows; }
 
-// Shared memory of simt.cuh.
-unsigned shared_bytes(const Problem& p, int columns) {
-    const int64_t real = p.dtype == DType::f64 ? 8 : 4, depth = p.dtype == DType::f64 ? 16 : 32, lead = 68;
-    const int64_t stage = std::max(2 * depth * lead, depth * columns) * real;
-    return static_cast<unsigned>(stage + 64 * lead * real + kThreads * 8 + 8 * 4 + 16);
-}
-
 unsigned grid_x(int64_t tiles, int64_t heads) {
     if (tiles * heads > 0x7fffffff) {
         core::refuse("problem", std::to_string(tiles) + " tiles of 64 rows in " + std::to_string(heads) + " heads",
@@ -107,11 +89,11 @@ unsigned grid_x(int64_t tiles, int64_t heads) {
     return static_cast<unsigned>(tiles * heads);
 }
 
-LaunchConfig config_of(const Problem& p, int columns, int64_t tiles, int64_t heads, int64_t dims, void* stream) {
+LaunchConfig config_of(const jit::SimtSpec& spec, int64_t tiles, int64_t heads, int64_t dims, void* stream) {
     LaunchConfig config;
-    config.grid = {grid_x(tiles, heads), static_cast<unsigned>(std::max<int64_t>(1, ceil_div(dims, columns))), 1};
+    config.grid = {grid_x(tiles, heads), static_cast<unsigned>(std::max<int64_t>(1, ceil_div(dims, spec.columns))), 1};
     config.block = {static_cast<unsigned>(kThreads), 1, 1};
-    config.dynamic_shared = shared_bytes(p, columns);
+    config.dynamic_shared = static_cast<unsigned>(jit::shared_bytes_of(spec));
     config.stream = stream;
     return config;
 }
@@ -181,8 +163,8 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
     launch(kernel(p, *program, "fwd_simt.cu", "fwd_simt"),
-           config_of(p, program->spec.columns, call.q_tiles(), p.num_heads_q, p.head_dim_v, workspace.stream),
-           params.data(), params.size());
+           config_of(program->spec, call.q_tiles(), p.num_heads_q, p.head_dim_v, workspace.stream), params.data(),
+           params.size());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -233,7 +215,7 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     void* const stream = workspace.stream;
     if (p.validate) validate_lengths(p, stream);
     const auto program = program_of(p, Pass::backward);
-    const int columns = program->spec.columns;
+    const jit::SimtSpec& spec = program->spec;
     Arena arena(workspace.data);
     const Call call(p, program->mask, arena);
     BackwardMemory memory(p, *program, call, arena);
@@ -294,24 +276,24 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     if (args.dk && keys) call.clear_rows(fixed.dk, {}, p.num_heads_kv, p.head_dim_qk, false, stream);
     if (args.dv && keys) call.clear_rows(fixed.dv, {}, p.num_heads_kv, p.head_dim_v, false, stream);
     if (queries) {
-        run(kDelta, "bwd_simt_delta", config_of(p, columns, call.q_tiles(), p.num_heads_q, 0, stream));
+        run(kDelta, "bwd_simt_delta", config_of(spec, call.q_tiles(), p.num_heads_q, 0, stream));
         if (args.dq || fixed.slope_partial || any_array) {
             run(kTiles, "bwd_simt_dq",
-                config_of(p, columns, call.q_tiles(), p.num_heads_q, args.dq ? p.head_dim_qk : 0, stream));
+                config_of(spec, call.q_tiles(), p.num_heads_q, args.dq ? p.head_dim_qk : 0, stream));
         }
     }
     if (keys && (args.dk || args.dv)) {
         const int64_t dims = std::max(args.dk ? p.head_dim_qk : 0, args.dv ? p.head_dim_v : 0);
-        run(kTiles, "bwd_simt_dkdv", config_of(p, columns, call.kv_tiles(), p.num_heads_kv, dims, stream));
+        run(kTiles, "bwd_simt_dkdv", config_of(spec, call.kv_tiles(), p.num_heads_kv, dims, stream));
     }
     if (args.dbias) {
         const auto& shape = args.dbias.shape;
         const auto tiles = [](int64_t extent) { return extent == 1 ? 1 : ceil_div(extent, kTile); };
         run(kShared, "bwd_simt_dbias",
-            config_of(p, columns, tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1], 0, stream));
+            config_of(spec, tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1], 0, stream));
     }
     if (want_slopes || want_sinks) {
-        LaunchConfig config = config_of(p, columns, 1, p.num_heads_q, 0, stream);
+        LaunchConfig config = config_of(spec, 1, p.num_heads_q, 0, stream);
         const bool per_batch = want_slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
         config.grid.y = per_batch ? static_cast<unsigned>(p.batch) : 1;
         run(kShared, "bwd_simt_heads", config);

@@ -8,6 +8,8 @@
 namespace tilewise::jit {
 namespace {
 
+constexpr int kThreads = 256;
+
 // Everything a kernel text may include.
 std::vector<Header> headers(std::string spec) {
     std::vector<Header> all;
@@ -39,6 +41,22 @@ SimtSpec simt_spec(const core::Problem& p, core::Pass pass) {
     return spec;
 }
 
+std::string text_of(const SimtSpec& spec) {
+    std::string text;
+    for (const int n : {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
+                        int{spec.sinks}, int{spec.dropout}}) {
+        text += " " + std::to_string(n);
+    }
+    return text;
+}
+
+int64_t shared_bytes_of(const SimtSpec& spec) {
+    // Two factors of a score product, or rows of the right factor of an output product; a tile; the list of tiles.
+    const int64_t real = spec.dtype == core::DType::f64 ? 8 : 4, depth = spec.dtype == core::DType::f64 ? 16 : 32;
+    const int64_t lead = 68, stage = std::max<int64_t>(2 * depth * lead, depth * spec.columns) * real;
+    return stage + 64 * lead * real + kThreads * 8 + kThreads / 32 * 4;
+}
+
 int num_gradient_arrays(const core::Problem& p) {
     if (p.score_mod.empty() || core::differentiate(score_mod_of(p)).gathers.empty()) return 0;
     return static_cast<int>(p.arrays.size());
@@ -52,7 +70,8 @@ Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& 
     };
     const auto at_least_one = [](size_t n) { return std::to_string(std::max<size_t>(n, 1)); };
     text += p.dtype == core::DType::f64 ? "using Real = double;\n" : "using Real = float;\n";
-    constant("int", "kThreads", 256);
+    constant("int", "kThreads", kThreads);
+    constant("int", "kSharedBytes", static_cast<int>(shared_bytes_of(spec)));
     // Two blocks hide each other's waits; the accumulators of fp64, and of dK and dV side by side, leave no room.
     const bool crowded = p.dtype == core::DType::f64 || (backward && spec.columns > 64);
     constant("int", "kBlocks", core::tuned(backward ? "bwd_simt" : "fwd_simt", "kBlocks", crowded ? 1 : 2));

@@ -15,6 +15,8 @@ struct SimtSpec {
 };
 
 SimtSpec simt_spec(const core::Problem& problem, core::Pass pass);
+std::string text_of(const SimtSpec& spec);      // equal for equal specs only
+int64_t shared_bytes_of(const SimtSpec& spec);  // of a block, dynamic; the kernels check that it suffices
 
 // Number of arrays in GradientArrays: those of the problem if the score_mod reads float arrays, else 0.
 int num_gradient_arrays(const core::Problem& problem);

@@ -1,6 +1,5 @@
 #include "cache.hpp"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -17,6 +16,7 @@
 
 #include "core/env.hpp"
 #include "core/error.hpp"
+#include "folder.hpp"
 #include "sha256.hpp"
 
 namespace tilewise::jit {
@@ -174,16 +174,6 @@ Opened read_entry(const std::string& path, const std::string& key_hex, Cache::Tr
         futimens(file.fd(), times);
     }
     return entry;
-}
-
-std::vector<std::string> names_in(const std::string& directory) {
-    std::vector<std::string> names;
-    const std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(directory.c_str()), closedir);
-    if (!dir) return names;
-    while (const dirent* entry = readdir(dir.get()))
-        names.emplace_back(entry->d_name);  // NOLINT(concurrency-mt-unsafe)
-    std::sort(names.begin(), names.end());
-    return names;
 }
 
 bool make_directory(const std::string& path) {

@@ -1,6 +1,5 @@
 #include "nvrtc.hpp"
 
-#include <dirent.h>
 #include <dlfcn.h>
 #include <link.h>
 #include <sys/stat.h>
@@ -17,6 +16,7 @@
 
 #include "core/env.hpp"
 #include "core/error.hpp"
+#include "folder.hpp"
 #include "sha256.hpp"
 
 namespace tilewise::jit {
@@ -59,16 +59,6 @@ struct Candidate {
 
 std::mutex search_mutex;
 std::vector<std::string> search_path;
-
-std::vector<std::string> names_in(const std::string& directory) {
-    std::vector<std::string> names;
-    const std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir(directory.c_str()), closedir);
-    if (!dir) return names;
-    while (const dirent* entry = readdir(dir.get()))
-        names.emplace_back(entry->d_name);  // NOLINT(concurrency-mt-unsafe)
-    std::sort(names.begin(), names.end());
-    return names;
-}
 
 std::string join(std::string folder, const std::string& name) {
     folder += '/';
