@@ -56,21 +56,21 @@ CONFINED = (
         re.compile(
             r"\bcu[A-Z]\w*|\bCU[a-z]\w*|\bCU_[A-Z]\w+|\bCUDA_(SUCCESS|ERROR_\w+)|\blibcuda\b|[<\"/]cuda\w*\.h\b"
         ),
-        ("src", "include", "python/tilewise/_ext.cpp"),
+        ("src", "include", "python/tilewise/_ext.cpp", "python/tilewise/_ext.hpp", "python/tilewise/_ext_quick.cpp"),
         ("src/cuda/driver.hpp", "src/cuda/driver.cpp"),
         "src/cuda/driver.* alone knows the driver; its table has names of ours",
     ),
     Confined(
         "libnvrtc",
         re.compile(r"\bnvrtc[A-Z]\w*|\bNVRTC_\w+|\blibnvrtc\b"),
-        ("src", "include", "python/tilewise/_ext.cpp"),
+        ("src", "include", "python/tilewise/_ext.cpp", "python/tilewise/_ext.hpp", "python/tilewise/_ext_quick.cpp"),
         ("src/jit/nvrtc.cpp",),
         "src/jit/nvrtc.cpp alone knows the compiler",
     ),
     Confined(
         "getenv",
         re.compile(r"\b(secure_)?getenv\b"),
-        ("src", "include", "python/tilewise/_ext.cpp"),
+        ("src", "include", "python/tilewise/_ext.cpp", "python/tilewise/_ext.hpp", "python/tilewise/_ext_quick.cpp"),
         ("src/core/env.cpp",),
         "src/core/env.cpp reads the environment for all",
     ),

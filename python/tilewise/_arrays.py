@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from . import _ext
 from ._errors import InvalidArgumentError, UnsupportedError, message, refuse, refuse_type
 
 # numpy.ndarray or torch.Tensor. Not spelled out as a union, since torch may be absent.
@@ -297,22 +298,9 @@ def check_output(array: Array, name: str, device: Device = None) -> Array:
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Axes from outermost to innermost in memory. Axes of stride 0 keep their place among the others.
 
-    The rule of torch.empty_like: insertion sort by stride from the innermost axis, in which stride 0 compares equal to
-    everything.
+    The rule of torch.empty_like.
     """
-    order = list(reversed(range(len(shape))))
-    for n in range(1, len(order)):
-        place = n
-        for other in range(n - 1, -1, -1):
-            a, b = order[other], order[place]
-            low, high = abs(strides[a]), abs(strides[b])
-            if low == 0 or high == 0 or (low == high and shape[a] <= shape[b]):
-                continue
-            if low < high:
-                break
-            order[other], order[place] = b, a
-            place = other
-    return tuple(reversed(order))
+    return _ext.axes_by_stride(shape, strides)
 
 
 def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:

@@ -253,6 +253,18 @@ def checked_out(out: Any, name: str, call: Call) -> Array | None:
 # --------------------------------------------------------------------------------------------------- attention
 
 
+_torch_attention: Callable[..., Any] | None = None
+
+
+def _import_torch() -> Callable[..., Any]:
+    """_torch.attention. Found once: the import statement in every call would cost a microsecond."""
+    global _torch_attention
+    from . import _torch
+
+    _torch_attention = _torch.attention
+    return _torch_attention
+
+
 @_named_options
 def attention(
     q: Any,
@@ -361,9 +373,7 @@ def attention(
         deterministic, batch_invariant, backend, validate,
     )  # fmt: skip
     if is_torch(q):
-        from . import _torch
-
-        return _torch.attention(q, k, v, options, return_lse, out)
+        return (_torch_attention or _import_torch())(q, k, v, options, return_lse, out)
     call = Call(q, k, v, *options)
     out = checked_out(out, "out", call)
     o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)

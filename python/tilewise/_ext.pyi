@@ -1,6 +1,7 @@
 """C ABI of tilewise, see _ext.cpp. A view is (address, dtype number, shape, strides in elements)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 _View = tuple[int, int, Sequence[int], Sequence[int]]
 
@@ -60,6 +61,45 @@ class Plan:
         workspace_bytes: int,
         stream: int = 0,
     ) -> None: ...
+
+# See _ext_quick.cpp: the way of repeated calls on torch tensors. None from `forward` and `backward`: not a plain call.
+class QuickCall:
+    def __init__(self, problem: Problem, plan: Plan | None = None) -> None: ...
+    def forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        want_lse: bool,
+        record: Callable[..., Any] | None,
+        out: Any = None,
+        lse: Any = None,
+        workspace: Any = None,
+    ) -> Any: ...
+    def backward(
+        self,
+        do: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        dlse: Any,
+        want_dq: bool,
+        want_dk: bool,
+        want_dv: bool,
+    ) -> tuple[Any, Any, Any] | None: ...
+
+def set_torch(tensor: type, parameter: type, exchange_api: Any, empty_strided: Any, dtypes: dict[int, Any]) -> bool: ...
+
+# None: not known yet; False: such options are not kept.
+def quick_call(options: tuple[Any, ...], deterministic: bool) -> Any: ...
+def keep_quick_call(options: tuple[Any, ...], deterministic: bool, call: QuickCall) -> None: ...
+def num_quick_calls() -> int: ...
+def clear_quick_calls() -> None: ...
+
+# Axes from outermost to innermost in memory.
+def axes_by_stride(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]: ...
 
 # A plan from a bounded cache, and the workspace that it needs for the lengths of this problem.
 def prepare(problem: Problem, backward: bool) -> tuple[Plan, int]: ...

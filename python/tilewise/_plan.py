@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -57,9 +57,15 @@ class Plan:
         if call.device is not None:
             _cuda.tell_nvrtc_path()
         try:
-            self._plan = _ext.Plan(call.problem(data=_has_lengths(call)), backward)
+            problem = call.problem(data=_has_lengths(call))
+            self._plan = _ext.Plan(problem, backward)
         except InvalidArgumentError as error:
             renamed(call.settings, error)
+        self._quick: Callable[..., Any] | None = None
+        if call.settings.is_torch and not backward:
+            from . import _torch
+
+            self._quick = _torch.quick_plan(self._plan, problem, options)
 
     @property
     def workspace_bytes(self) -> int:
@@ -125,6 +131,10 @@ class Plan:
             refuse_type(
                 "plan.run", "a backward plan", "a forward plan", "Use run_backward, or plan(..., backward=False)."
             )
+        if self._quick is not None and not tensors:
+            found = self._quick(q, k, v, self._lse, out, lse, workspace)
+            if found is not None:
+                return found
         call = self._call(q, k, v, tensors)
         array = call.arrays[Q]
         o_shape, lse_shape = _output_shapes(call.settings, call.arrays)

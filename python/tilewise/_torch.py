@@ -6,12 +6,15 @@ call travel as one flat list in the places of `_problem`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from ._arrays import ANYWHERE, Array, as_array, empty_in_order, inverse, is_float, traced
+from . import _ext
+from ._arrays import ANYWHERE, Array, as_array, empty_in_order, inverse, is_float, torch_dtypes, traced
 from ._attention import checked_out, merge_arrays, rng_of, run_backward, run_forward
 from ._errors import UnsupportedError, refuse
 from ._problem import ARRAYS, BIAS, OPTION_ORDER, SINKS, SLOPES, Call, K, Q, Rng, Settings, V
@@ -42,9 +45,63 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     return cast[0], cast[1], cast[2]
 
 
+# The quick way for calls that repeat, see _ext_quick.cpp: there if torch has a table of C functions for DLPack (2.10).
+_is_compiling: Final = torch.compiler.is_compiling
+_modes: Final = torch._C._len_torch_dispatch_stack
+_transforms: Final = torch._C._are_functorch_transforms_active
+_deterministic: Final = torch.are_deterministic_algorithms_enabled
+_grad_enabled: Final = torch.is_grad_enabled
+
+
+def _introduce() -> bool:
+    """Tells the extension what it needs of torch."""
+    api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if api is None or not hasattr(torch._C, "_is_any_autocast_enabled"):
+        return False
+    dtypes = {number: dtype for dtype, number in torch_dtypes().items()}
+    return _ext.set_torch(torch.Tensor, torch.nn.Parameter, api, torch.empty_strided, dtypes)
+
+
+_has_quick_calls: Final = _introduce()
+_autocast: Final[Callable[[], bool]] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+atexit.register(_ext.clear_quick_calls)  # they are objects of an interpreter that will be gone
+
+
+def _eager() -> bool:
+    """Whether tensors are what they seem: no compiler, mode, transform or forward-mode level is about. (To a compiler the
+    first question is a constant, and it does not look further.)"""
+    return not (_is_compiling() or _modes() or _transforms() or torch.autograd.forward_ad._current_level >= 0)
+
+
+def quick_plan(plan: _ext.Plan, problem: _ext.Problem, options: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Runs of a forward plan with the plan's own options, for plain tensors: f(q, k, v, want_lse, out, lse, workspace) is
+    None if the general way has to be taken. None if that is always so."""
+    if not _has_quick_calls or problem.dropout_p or _ext.quick_call(tuple(options.values()), False) is False:
+        return None
+    quick = _ext.QuickCall(problem, plan)
+    planned_as = _deterministic()
+
+    def run(q: Any, k: Any, v: Any, want_lse: bool, out: Any, lse: Any, workspace: Any) -> Any:
+        if not _eager() or _deterministic() != planned_as:  # the plan does not fit any more: the general way says so
+            return None
+        return quick.forward(q, k, v, want_lse, None, out, lse, workspace)
+
+    return run
+
+
 def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
     """See `tilewise.attention`; options in the order of `Call`."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    keep = False
+    if _eager():
+        if _has_quick_calls and out is None and not _autocast():
+            quick = _ext.quick_call(options, _deterministic())
+            if quick:
+                found = quick.forward(q, k, v, bool(return_lse), _record if _grad_enabled() else None)
+                if found is not None:
+                    return found
+            keep = quick is None
+        return _attention(q, k, v, options, return_lse, out, keep)
+    if _is_compiling() or _modes():
         compiling = torch.compiler.is_compiling()
         function = options[_SCORE_MOD]
         if torch_ops is not None and (not compiling or function is None or isinstance(function, Function)):
@@ -88,7 +145,8 @@ def _as_tensors(arrays: Sequence[Array | None]) -> list[Array | None]:
     ]
 
 
-def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
+def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any, keep: bool = False) -> Any:
+    """The general way. `keep`: these options may become a quick call, if the call succeeds."""
     call = Call(*autocast(q, k, v), *options)
     if out is not None:
         out = checked_out(out, "out", call)
@@ -102,6 +160,8 @@ def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: boo
         o, lse = function.apply(call.settings, rng_of(call), *call.arrays)
     else:
         o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)
+    if keep and not call.settings.dropout_p:  # dropout draws a seed, which is not the business of the quick way
+        _ext.keep_quick_call(options, _deterministic(), _QuickCall(call))
     return (o, lse) if return_lse else o
 
 
@@ -206,6 +266,59 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise UnsupportedError(_SECOND_ORDER)
+
+
+class _QuickCall(_ext.QuickCall):
+    """Remembers the settings, for gradients that have to be computed the general way."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.problem())
+        self._settings = call.settings
+
+    def settings_for(self, q: Any) -> Settings:
+        settings = copy.copy(self._settings)
+        settings.cuda = q.device.index if q.device.type == "cuda" else -1
+        return settings
+
+
+class _Quick(torch.autograd.Function):
+    """(quick call, q, k, v) -> (o, lse); _Forward without all that such a call has none of."""
+
+    @staticmethod
+    def forward(ctx: Any, quick: _QuickCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        output = quick.forward(q, k, v, True, None)
+        if output is None:  # unless a mode of torch appeared since the same question a moment ago
+            output = _forward(quick.settings_for(q), (0, 0), _arrays_of(q, k, v))
+        ctx.quick = quick
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        _, *wanted = ctx.needs_input_grad
+        if (do is None and dlse is None) or not any(wanted):
+            return None, None, None, None
+        if do is None:
+            do = o.new_zeros(()).expand(o.shape)
+        found = None
+        if not _grad_enabled() and _eager():
+            found = ctx.quick.backward(do, q, k, v, o, lse, dlse, *wanted)
+        if found is None:
+            places = tuple([place for place in (Q, K, V) if wanted[place]])
+            gradients_of = _Backward.apply if _grad_enabled() else _backward
+            settings = ctx.quick.settings_for(q)
+            gradients = iter(gradients_of(settings, (0, 0), places, do, o, lse, dlse, *_arrays_of(q, k, v)))
+            found = [next(gradients) if each else None for each in wanted]
+        return None, *found
+
+
+def _arrays_of(q: Any, k: Any, v: Any) -> list[Any]:
+    return [q, k, v, *[None] * (ARRAYS - 3)]
+
+
+_record: Final = _Quick.apply
 
 
 # The same two for torch.func, whose transforms want the context set up apart and a rule for vmap. Apart, because

@@ -1,6 +1,8 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <array>
+#include <string_view>
 
 namespace tilewise::core {
 namespace {
@@ -18,19 +20,53 @@ Choice choose_or_refuse(const Problem& problem, Pass pass) {
 }
 
 // What a plan is bound to: everything but lengths, batch, strides and the values of run-time options.
-std::string identity(const Problem& p) {
-    std::string text = describe(p.device) + " " + name(p.dtype) + " heads " + std::to_string(p.num_heads_q) + "/" +
-                       std::to_string(p.num_heads_kv) + " dims " + std::to_string(p.head_dim_qk) + "/" +
-                       std::to_string(p.head_dim_v);
-    const auto flag = [&](bool on, const char* label) {
-        if (on) text += std::string(" ") + label;
-    };
-    flag(p.packed_q, "packed_q"), flag(p.packed_kv, "packed_kv"), flag(p.softcap > 0, "softcap");
-    flag(static_cast<bool>(p.bias), "bias"), flag(static_cast<bool>(p.alibi_slopes), "alibi_slopes");
-    flag(static_cast<bool>(p.sinks), "sinks"), flag(p.dropout_threshold > 0, "dropout");
-    flag(p.deterministic, "deterministic"), flag(p.batch_invariant, "batch_invariant");
-    return text + " mask=" + p.mask + " score_mod=" + p.score_mod + " backend=" + p.backend;
-}
+struct Identity {
+    Device device;
+    DType dtype;
+    std::array<int64_t, 4> sizes;  // heads of q and kv, head dims of qk and v
+    std::array<bool, 9> flags;
+    std::string_view mask, score_mod, backend;
+
+    explicit Identity(const Problem& p)
+        : device(p.device),
+          dtype(p.dtype),
+          sizes{p.num_heads_q, p.num_heads_kv, p.head_dim_qk, p.head_dim_v},
+          flags{p.packed_q,
+                p.packed_kv,
+                p.softcap > 0,
+                static_cast<bool>(p.bias),
+                static_cast<bool>(p.alibi_slopes),
+                static_cast<bool>(p.sinks),
+                p.dropout_threshold > 0,
+                p.deterministic,
+                p.batch_invariant},
+          mask(p.mask),
+          score_mod(p.score_mod),
+          backend(p.backend) {}
+
+    bool operator==(const Identity& other) const {
+        return device.type == other.device.type && device.index == other.device.index && dtype == other.dtype &&
+               sizes == other.sizes && flags == other.flags && mask == other.mask && score_mod == other.score_mod &&
+               backend == other.backend;
+    }
+    [[nodiscard]] std::string text() const {
+        static constexpr std::array<const char*, 9> kLabels{" packed_q", " packed_kv",     " softcap",
+                                                            " bias",     " alibi_slopes",  " sinks",
+                                                            " dropout",  " deterministic", " batch_invariant"};
+        std::string text = describe(device) + " " + name(dtype) + " heads " + std::to_string(sizes[0]) + "/" +
+                           std::to_string(sizes[1]) + " dims " + std::to_string(sizes[2]) + "/" +
+                           std::to_string(sizes[3]);
+        for (size_t n = 0; n < flags.size(); ++n) {
+            if (flags[n]) text += kLabels[n];
+        }
+        return text.append(" mask=")
+            .append(mask)
+            .append(" score_mod=")
+            .append(score_mod)
+            .append(" backend=")
+            .append(backend);
+    }
+};
 
 // A workspace of our own for the time of one call.
 class OwnWorkspace {
@@ -83,8 +119,8 @@ std::string Plan::explain() const {
 Problem Plan::checked_problem(const tilewise_problem& raw) const {
     check_size(raw, "problem");
     Problem problem = make_problem(raw);
-    if (identity(problem) != identity(problem_)) {
-        refuse("problem", identity(problem), "what the plan was made for: " + identity(problem_), "Make another plan.");
+    if (const Identity now(problem), planned(problem_); !(now == planned)) {
+        refuse("problem", now.text(), "what the plan was made for: " + planned.text(), "Make another plan.");
     }
     return problem;
 }
