@@ -12,6 +12,7 @@
 #include "cuda/compile_ahead.hpp"
 #include "cuda/device.hpp"
 #include "cuda/facts.hpp"
+#include "cuda/mma.hpp"
 #include "cuda/simt.hpp"
 #include "jit/nvrtc.hpp"
 
@@ -19,10 +20,7 @@ namespace tilewise::core {
 
 std::span<const Implementation* const> implementations() {
     static constexpr const Implementation* kList[] = {
-        &cuda::kFwdSimt,
-        &cuda::kBwdSimt,
-        &cpu::kCpuTiled,
-        &cpu::kReference,
+        &cuda::kFwdMma, &cuda::kFwdSimt, &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
     };
     return kList;
 }

@@ -436,7 +436,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
 
 namespace {
 
-bool on_gpu(const std::string& implementation) { return implementation == "simt"; }
+bool on_gpu(const std::string& implementation) { return implementation == "simt" || implementation == "mma"; }
 
 // Copies of host memory on GPU 0, at addresses that keep every offset.
 class Mirror {
@@ -597,8 +597,9 @@ void Case::run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, 
     }
     raw.arrays = arrays.data(), args.darrays = darrays.data();
     if (raw.score_mod) raw.deterministic = 0;  // declined: gradients of captured arrays
-    const core::Problem p = core::make_problem(raw);
+    core::Problem p = core::make_problem(raw);
     const auto run = [&](core::Pass pass, const auto& go) {
+        if (backend_ == "mma" && pass == core::Pass::backward) p.backend = "simt";  // it has a forward pass only
         const core::Choice choice = core::choose(p, pass);
         if (!choice.implementation) throw core::Error(core::Status::unsupported, choice.refusals.at(0).reason);
         const size_t bytes = choice.implementation->workspace_bytes(p, pass);

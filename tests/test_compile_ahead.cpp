@@ -149,7 +149,8 @@ TEST_F(CompileAhead, PackIsFoundByARun) {
     raw.device_type = TILEWISE_CUDA;
     const core::Problem p = core::make_problem(raw, false);
     const core::Pass pass = core::Pass::forward;
-    const jit::Source source = jit::simt_source("fwd_simt.cu", jit::simt_spec(p, pass), p, jit::render_mask(p));
+    const jit::Source source = jit::attention_source("fwd_simt.cu", jit::SimtSpec(p, pass),
+                                                     jit::SimtSpec(p, pass).constants(pass), p, jit::render_mask(p));
     EXPECT_TRUE(contains(jit::obtain(source, 9, 0, 11000).about, "fwd_simt.cu sm_90"));
     EXPECT_THROW((void)jit::obtain(source, 8, 0, 11000), core::Error);
 }

@@ -66,6 +66,7 @@ struct Sequence {
 struct Problem {
     Int batch, num_heads_q, num_heads_kv, head_dim_qk, head_dim_v;
     Int q_rows, kv_rows;
+    Int q_tile, kv_tile;  // rows of a tile, as the table of sequences and the grids count them
     Int packed_q, packed_kv;
     Int q_offset_mode, q_offset_value;  // tilewise_offset_mode
     Index cu_q, cu_kv, used_q, used_kv, leftpad, q_offset;
@@ -84,6 +85,23 @@ struct Forward {
     Problem problem;
     Tensor o;
     Rows lse;
+    Int aligned;  // rows of o take 16 bytes at a time
+};
+
+// Partial results of blocks that share a tile of queries, fp32: split z is z * o_split and z * lse_split elements on.
+struct Split {
+    Tensor o;
+    Rows lse;
+    Int o_split, lse_split, splits;
+    Int keys;  // of one split; a multiple of the tile
+};
+
+struct Combine {
+    Problem problem;
+    Split split;
+    Tensor o;
+    Rows lse;
+    Int dtype;
 };
 
 struct Backward {

@@ -210,6 +210,28 @@ TW_DEVICE Site make_site(const abi::Problem& p, Int b, Int h) {
     return site;
 }
 
+// Tile number n of one head, counted over all sequences: which sequence, and which row it starts at. b < 0: no such.
+struct Place {
+    Int b, row;
+};
+TW_DEVICE Place place_of(const abi::Problem& p, Int n, bool query_side) {
+    const Int tile = query_side ? p.q_tile : p.kv_tile;
+    if (!p.sequences) {
+        const Int tiles = ceil_div(query_side ? p.q_rows : p.kv_rows, tile);
+        return {n / tiles, n % tiles * tile};
+    }
+    const auto before = [&](Int b) {
+        return query_side ? p.sequences[b].q_tiles_before : p.sequences[b].kv_tiles_before;
+    };
+    if (n >= before(p.batch)) return {-1, 0};
+    Int low = 0, high = p.batch;  // before(low) <= n < before(high)
+    while (high - low > 1) {
+        const Int middle = (low + high) / 2;
+        (before(middle) <= n ? low : high) = middle;
+    }
+    return {low, (n - before(low)) * tile};
+}
+
 TW_DEVICE Int batch_of(Int packed, Int b) { return packed ? 0 : b; }  // batch index into a tensor's memory
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -226,9 +248,17 @@ struct Philox {
                 static_cast<Word>(site.b * p.num_heads_q + site.h)};
     }
 
-    __device__ __forceinline__ bool keep(Int i, Int j, Word threshold) const {
-        const Word row = static_cast<Word>(i), key = static_cast<Word>(j);
-        Word c0 = counter0, c1 = counter1, c2 = row & ~8u, c3 = key & ~24u, k0 = key0, k1 = key1;
+    // What one call of Philox decides: rows i and i ^ 8, keys j, j ^ 8, j ^ 16 and j ^ 24.
+    struct Draw {
+        Word words[4];
+        __device__ __forceinline__ bool keep(int row_bit3, int key_bit4, int key_bit3, Word threshold) const {
+            const Word word = row_bit3 ? (key_bit4 ? words[3] : words[2]) : (key_bit4 ? words[1] : words[0]);
+            return (word >> 16 * key_bit3 & 0xffffu) >= threshold;
+        }
+    };
+    __device__ __forceinline__ Draw draw(Int i, Int j) const {
+        Word c0 = counter0, c1 = counter1, c2 = static_cast<Word>(i) & ~8u, c3 = static_cast<Word>(j) & ~24u;
+        Word k0 = key0, k1 = key1;
 #pragma unroll
         for (int round = 0; round < 7; ++round) {
             const Word low0 = 0xD2511F53u * c0, high0 = __umulhi(0xD2511F53u, c0);
@@ -236,9 +266,10 @@ struct Philox {
             c0 = high1 ^ c1 ^ k0, c1 = low1, c2 = high0 ^ c3 ^ k1, c3 = low0;
             k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
         }
-        const Word lane = 4 * (row >> 3 & 1) + 2 * (key >> 4 & 1) + (key >> 3 & 1);
-        const Word word = lane < 4 ? (lane < 2 ? c0 : c1) : (lane < 6 ? c2 : c3);
-        return (word >> 16 * (lane & 1) & 0xffffu) >= threshold;
+        return {{c0, c1, c2, c3}};
+    }
+    __device__ __forceinline__ bool keep(Int i, Int j, Word threshold) const {
+        return draw(i, j).keep(i >> 3 & 1, j >> 4 & 1, j >> 3 & 1, threshold);
     }
 };
 

@@ -7,7 +7,6 @@
 namespace tilewise {
 
 constexpr int kThreads = 256, kBlocks = 1;
-constexpr Int kTile = 64;
 
 // Inclusive scan over the block by `join`, which must be associative.
 template <class Join>
@@ -67,7 +66,7 @@ TW_KERNEL(prepare_sequences, abi::Problem, p) {
                 default: s.q_offset = 0;
             }
         }
-        const Int q_tiles = ceil_div(s.q_len, kTile), kv_tiles = ceil_div(s.kv_len, kTile);
+        const Int q_tiles = ceil_div(s.q_len, p.q_tile), kv_tiles = ceil_div(s.kv_len, p.kv_tile);
         s.q_tiles_before = carry[2] + block_scan(q_tiles, scratch, sum_of) - q_tiles;
         s.kv_tiles_before = carry[3] + block_scan(kv_tiles, scratch, sum_of) - kv_tiles;
         if (b <= p.batch) p.sequences[b] = s;

@@ -7,11 +7,12 @@
 // spec.cuh, which the host renders for a problem, comes before this file: Real, kDTypeQ, kColumns and the options.
 #pragma once
 
-#include "mask.cuh"
+#include "score.cuh"
 
 namespace tilewise {
 
 constexpr int kTile = 64;                                   // queries, and keys
+static_assert(kTileQ == kTile && kTileKV == kTile);
 constexpr int kDepth = sizeof(Real) == 8 ? 16 : 32;         // of a product, staged at once
 constexpr int kStagedRows = sizeof(Real) == 8 ? 16 : 32;    // of the right factor of an output product
 constexpr int kGroups = kColumns / 64;
@@ -244,13 +245,6 @@ TW_DEVICE void for_each_tile(Int begin, Int end, Shared& shared, const ClassOf& 
     }
 }
 
-TW_DEVICE int class_within(const abi::Problem& p, const MaskData& mask, const Site& site, Int i0, Int j0) {
-    const Int i1 = minimum(i0 + kTile, site.q_len), j1 = minimum(j0 + kTile, site.kv_len);
-    if (i0 >= i1 || j0 >= j1) return kSkip;
-    const int c = classify(p, mask, site, i0, i1, j0, j1);
-    return c == kFull && (i1 < i0 + kTile || j1 < j0 + kTile) ? kPartial : c;
-}
-
 template <class Body>
 TW_DEVICE void for_each_kv_tile(const abi::Problem& p, const MaskData& mask, const Site& site, Int i0, Shared& shared,
                                 const Body& body) {
@@ -267,76 +261,5 @@ TW_DEVICE void for_each_q_tile(const abi::Problem& p, const MaskData& mask, cons
     for_each_tile(rows.begin / kTile * kTile, rows.end, shared,
                   [&](Int i0) { return class_within(p, mask, site, i0, j0); }, body);
 }
-
-// Tile number n of one head, counted over all sequences: which sequence, and which row it starts at. b < 0: no such.
-struct Place {
-    Int b, row;
-};
-TW_DEVICE Place place_of(const abi::Problem& p, Int n, bool query_side) {
-    if (!p.sequences) {
-        const Int tiles = ceil_div(query_side ? p.q_rows : p.kv_rows, kTile);
-        return {n / tiles, n % tiles * kTile};
-    }
-    const auto before = [&](Int b) {
-        return query_side ? p.sequences[b].q_tiles_before : p.sequences[b].kv_tiles_before;
-    };
-    if (n >= before(p.batch)) return {-1, 0};
-    Int low = 0, high = p.batch;  // before(low) <= n < before(high)
-    while (high - low > 1) {
-        const Int middle = (low + high) / 2;
-        (before(middle) <= n ? low : high) = middle;
-    }
-    return {low, (n - before(low)) * kTile};
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// From q k^T to the score that enters softmax, element by element
-
-constexpr bool kPlainScore = !kSoftcap && !kBias && !kSlopes && !kScoreMod;  // nothing but the scale
-
-struct ScoreContext {
-    const abi::Problem& p;
-    const MaskData& mask;
-    Site site;
-    Real scale, softcap, slope;
-
-    __device__ __forceinline__ ScoreContext(const abi::Problem& problem, const MaskData& data, const Site& where)
-        : p(problem), mask(data), site(where), scale(Real(problem.softmax_scale)), softcap(Real(problem.softcap)),
-          slope(0) {
-        if (kSlopes) {
-            slope = load_any<Real>(p.slopes.data, p.slopes.dtype, site.b * p.slopes.batch + site.h * p.slopes.head);
-        }
-    }
-
-    __device__ __forceinline__ Real distance(Int i, Int j) const { return absolute(Real(i + site.q_offset - j)); }
-
-    // Score before score_mod; capped is the score after softcap.
-    __device__ __forceinline__ Real before_mod(Real product, Int i, Int j, Real& capped) const {
-        Real x = product * scale;
-        if (kSoftcap) x = softcap * hyperbolic_tangent(x / softcap);
-        capped = x;
-        if (kBias) x += bias(i, j);
-        if (kSlopes) x -= slope * distance(i, j);
-        return x;
-    }
-    __device__ __forceinline__ Real after_mod(Real x, Int i, Int j) const {
-        if constexpr (kScoreMod) return score_mod(site, mask, x, i, j);
-        return x;
-    }
-    __device__ __forceinline__ bool sees(int tile_class, Int i, Int j) const {
-        if (tile_class == kFull) return true;
-        return i < site.q_len && j < site.kv_len && visible(p, mask, site, i, j);
-    }
-
-private:
-    __device__ __forceinline__ Real bias(Int i, Int j) const {
-        // Lengths in device memory may exceed what the host could check the shape against.
-        const bool inside = (p.bias.shape[2] == 1 || i < p.bias.shape[2]) && (p.bias.shape[3] == 1 || j < p.bias.shape[3]);
-        if (!inside) return 0;
-        return load_any<Real>(p.bias.data, p.bias.dtype,
-                              site.b * p.bias.stride[0] + site.h * p.bias.stride[1] + i * p.bias.stride[2] +
-                                  j * p.bias.stride[3]);
-    }
-};
 
 }  // namespace tilewise

@@ -98,10 +98,6 @@ int64_t summary_bytes(jit::MaskRole role, const abi::MaskArray& a) {
     }
 }
 
-const Function& plain_function(int device, const char* file, const char* entry) {
-    return function(device, file, entry, [&] { return jit::plain_source(file); });
-}
-
 unsigned blocks_for(int64_t items, int64_t per_block) {
     const int64_t blocks = ceil_div(items, per_block);
     if (blocks > 0x7fffffff)
@@ -117,6 +113,18 @@ void append_all(std::vector<std::byte>& bytes, const std::vector<T>& values) {
 }
 
 }  // namespace
+
+const Function& plain_function(int device, const char* file, const char* entry) {
+    return function(device, file, entry, [&] { return jit::plain_source(file); });
+}
+
+unsigned grid_x(int64_t tiles, int64_t heads) {
+    if (tiles * heads > 0x7fffffff) {
+        core::refuse("problem", std::to_string(tiles) + " tiles in " + std::to_string(heads) + " heads",
+                     "fewer than 2^31 tiles in all heads", "Split the batch.");
+    }
+    return static_cast<unsigned>(tiles * heads);
+}
 
 void append(std::vector<std::byte>& bytes, const void* part, size_t size) {
     const size_t before = bytes.size();
@@ -141,11 +149,13 @@ abi::PerHead per_head(const Array& a) {
     return {a.data, static_cast<int64_t>(a.dtype), two && a.shape[0] > 1 ? a.stride[0] : 0, a.stride[two ? 1 : 0]};
 }
 
-Call::Call(const Problem& p, const jit::MaskProgram& mask, Arena& arena) : p_(p), mask_(mask) {
+Call::Call(const Problem& p, const jit::MaskProgram& mask, Arena& arena, int64_t q_tile, int64_t kv_tile)
+    : p_(p), mask_(mask) {
     abi::Problem& out = problem_;
     out.batch = p.batch, out.num_heads_q = p.num_heads_q, out.num_heads_kv = p.num_heads_kv;
     out.head_dim_qk = p.head_dim_qk, out.head_dim_v = p.head_dim_v;
     out.q_rows = p.q_rows, out.kv_rows = p.kv_rows;
+    out.q_tile = q_tile, out.kv_tile = kv_tile;
     out.packed_q = p.packed_q, out.packed_kv = p.packed_kv;
     out.q_offset_mode = p.q_offset_mode, out.q_offset_value = p.q_offset_value;
     out.cu_q = to_index(p.cu_seqlens_q), out.cu_kv = to_index(p.cu_seqlens_kv);
@@ -187,8 +197,8 @@ Call::Call(const Problem& p, const jit::MaskProgram& mask, Arena& arena) : p_(p)
     append_all(mask_data_, mask.numbers);
 }
 
-int64_t Call::tiles(bool packed, int64_t rows) const {
-    return packed ? rows / kTile + p_.batch : p_.batch * ceil_div(rows, kTile);
+int64_t Call::tiles(bool packed, int64_t rows, int64_t tile) const {
+    return packed ? rows / tile + p_.batch : p_.batch * ceil_div(rows, tile);
 }
 
 void Call::prepare(void* stream) const {

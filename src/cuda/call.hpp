@@ -14,7 +14,7 @@
 
 namespace tilewise::cuda {
 
-inline constexpr int64_t kTile = 64;  // queries and keys of a tile that a table of sequences counts
+inline constexpr int64_t kTile = 64;  // rows of a tile, unless a kernel says otherwise
 
 abi::Tensor to_abi(const core::Tensor4& tensor);
 abi::Rows to_abi(const core::Rows3& rows);
@@ -41,13 +41,14 @@ private:
 class Call {
 public:
     // Takes its part of the arena; touches no device memory.
-    Call(const core::Problem& problem, const jit::MaskProgram& mask, Arena& arena);
+    Call(const core::Problem& problem, const jit::MaskProgram& mask, Arena& arena, int64_t q_tile = kTile,
+         int64_t kv_tile = kTile);
 
     [[nodiscard]] const abi::Problem& problem() const { return problem_; }
     [[nodiscard]] const std::vector<std::byte>& mask_data() const { return mask_data_; }
     // Tiles of one head, over all sequences; if lengths are in device memory no fewer than there are.
-    [[nodiscard]] int64_t q_tiles() const { return tiles(p_.packed_q, p_.q_rows); }
-    [[nodiscard]] int64_t kv_tiles() const { return tiles(p_.packed_kv, p_.kv_rows); }
+    [[nodiscard]] int64_t q_tiles() const { return tiles(p_.packed_q, p_.q_rows, problem_.q_tile); }
+    [[nodiscard]] int64_t kv_tiles() const { return tiles(p_.packed_kv, p_.kv_rows, problem_.kv_tile); }
 
     [[nodiscard]] bool needs_preparation() const { return problem_.sequences != nullptr || !masks_.empty(); }
     void prepare(void* stream) const;  // launches
@@ -56,7 +57,7 @@ public:
                     void* stream) const;
 
 private:
-    [[nodiscard]] int64_t tiles(bool packed, int64_t rows) const;
+    [[nodiscard]] int64_t tiles(bool packed, int64_t rows, int64_t tile) const;
 
     const core::Problem& p_;
     const jit::MaskProgram& mask_;
@@ -66,6 +67,12 @@ private:
     std::vector<abi::GatherSummary> gather_summaries_;
     std::vector<std::byte> mask_data_;
 };
+
+// Blocks of a grid; refuses what CUDA has no number for.
+unsigned grid_x(int64_t tiles, int64_t heads);
+
+// A kernel that is the same for every problem.
+const Function& plain_function(int device, const char* file, const char* entry);
 
 // Bytes of parts that follow each other; all have 8-byte members, so nothing is padded.
 void append(std::vector<std::byte>& bytes, const void* part, size_t size);

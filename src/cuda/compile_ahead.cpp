@@ -10,6 +10,7 @@
 #include "device.hpp"
 #include "jit/attention_source.hpp"
 #include "jit/cache.hpp"
+#include "jit/mma_spec.hpp"
 #include "jit/render_mask.hpp"
 #include "jit/store.hpp"
 
@@ -26,28 +27,39 @@ using jit::Arch;
 struct Family {
     const char* name;  // as in src/implementations.cpp
     Pass pass;
-    std::vector<jit::Source> (*sources)(const Problem& p);
+    // None: it does not take the problem on that GPU.
+    std::vector<jit::Source> (*sources)(const Problem& p, const Arch& arch, std::string& why_not);
 };
 
-std::vector<jit::Source> forward_simt(const Problem& p) {
-    return {jit::simt_source("fwd_simt.cu", jit::simt_spec(p, Pass::forward), p, jit::render_mask(p))};
+std::vector<jit::Source> forward_mma(const Problem& p, const Arch& arch, std::string& why_not) {
+    const jit::MaskProgram mask = jit::render_mask(p);
+    const auto spec = jit::mma_forward_spec(p, mask, arch, &why_not);
+    if (!spec) return {};
+    return {jit::attention_source("fwd_mma.cu", *spec, spec->constants(), p, mask), jit::plain_source("combine.cu")};
 }
 
-std::vector<jit::Source> backward_simt(const Problem& p) {
-    const jit::SimtSpec spec = jit::simt_spec(p, Pass::backward);
+std::vector<jit::Source> forward_simt(const Problem& p, const Arch&, std::string&) {
+    const jit::SimtSpec spec(p, Pass::forward);
+    return {jit::attention_source("fwd_simt.cu", spec, spec.constants(Pass::forward), p, jit::render_mask(p))};
+}
+
+std::vector<jit::Source> backward_simt(const Problem& p, const Arch&, std::string&) {
+    const jit::SimtSpec spec(p, Pass::backward);
     const jit::MaskProgram mask = jit::render_mask(p);
-    std::vector<jit::Source> sources{jit::simt_source("bwd_simt_delta.cu", spec, p, mask),
-                                     jit::simt_source("bwd_simt.cu", spec, p, mask)};
+    const auto source = [&](const char* file) {
+        return jit::attention_source(file, spec, spec.constants(Pass::backward), p, mask);
+    };
+    std::vector<jit::Source> sources{source("bwd_simt_delta.cu"), source("bwd_simt.cu")};
     // Gradients that score_mod's arrays may ask for, whether it reads them or not.
     const bool arrays = !p.score_mod.empty() && std::any_of(p.arrays.begin(), p.arrays.end(), [](const core::Array& a) {
         return core::is_float(a.dtype);
     });
-    if (spec.bias || spec.slopes || spec.sinks || arrays)
-        sources.push_back(jit::simt_source("bwd_simt_shared.cu", spec, p, mask));
+    if (spec.bias || spec.slopes || spec.sinks || arrays) sources.push_back(source("bwd_simt_shared.cu"));
     return sources;
 }
 
 constexpr Family kFamilies[] = {
+    {"fwd_mma", Pass::forward, forward_mma},
     {"fwd_simt", Pass::forward, forward_simt},
     {"bwd_simt", Pass::backward, backward_simt},
 };
@@ -56,11 +68,22 @@ std::string_view plain(std::string_view family) {
     return family.starts_with("fwd_") || family.starts_with("bwd_") ? family.substr(4) : family;
 }
 
-const Family& family_of(const Problem& p, Pass pass) {
+// The best family for the GPU, and what it compiles; with a backend, that one or none.
+struct Choice {
+    const Family* family;
+    std::vector<jit::Source> sources;
+};
+Choice choose(const Problem& p, Pass pass, const Arch& arch) {
     std::string names;
     for (const Family& family : kFamilies) {
         if (family.pass != pass) continue;
-        if (p.backend.empty() || plain(p.backend) == plain(family.name)) return family;
+        if (p.backend.empty() || plain(p.backend) == plain(family.name)) {
+            std::string why_not = "it is for other GPUs";
+            std::vector<jit::Source> sources = family.sources(p, arch, why_not);
+            if (!sources.empty()) return {&family, std::move(sources)};
+            if (!p.backend.empty())
+                throw core::Error(core::Status::unsupported, std::string(family.name) + ": " + why_not + ".");
+        }
         names += (names.empty() ? "" : ", ") + std::string(family.name);
     }
     core::refuse("backend", "\"" + p.backend + "\"", names, "Only GPU kernels are compiled beforehand.");
@@ -200,7 +223,6 @@ CompilerLog parse_log(const std::string& log) {
 }
 
 std::string compile_ahead(const Problem& p, Pass pass, const std::string& arch, const std::string& directory) {
-    const Family& family = family_of(p, pass);
     Arch gpu;
     int driver_version = 0;
     if (arch.empty()) {
@@ -210,12 +232,12 @@ std::string compile_ahead(const Problem& p, Pass pass, const std::string& arch, 
     } else {
         gpu = Arch::parse(arch);
     }
-    std::vector<jit::Source> sources = family.sources(p);
+    auto [family, sources] = choose(p, pass, gpu);
     // The same for all problems: lengths in arrays and masks of arrays need them.
     for (const char* file : {"prepare.cu", "summaries.cu"}) sources.push_back(jit::plain_source(file));
     std::string lines;
     for (const jit::Source& source : sources)
-        lines += report(family, source,
+        lines += report(*family, source,
                         jit::compile_ahead(source, gpu, arch.starts_with("compute_"), driver_version, directory));
     return lines;
 }

@@ -3,16 +3,14 @@
 
 #include <algorithm>
 #include <future>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <utility>
 
 #include "call.hpp"
 #include "core/summary.hpp"
 #include "device.hpp"
 #include "jit/attention_source.hpp"
 #include "launch.hpp"
+#include "program.hpp"
 
 namespace tilewise::cuda {
 namespace {
@@ -24,76 +22,20 @@ using core::Problem;
 using core::Workspace;
 
 constexpr int64_t kThreads = 256;
-constexpr size_t kMaxParameterBytes = 4096;  // of a kernel; later GPUs and drivers take more, none less
-
-// What depends on the spec alone, made once per process.
-struct Program {
-    jit::SimtSpec spec;
-    jit::MaskProgram mask;
-    int gradient_arrays = 0;
-    std::string key;  // of the module
-    mutable std::once_flag compiled;
-};
-
-// Everything that Program is made from, as text.
-std::string identity(const Problem& p, Pass pass) {
-    std::string text = (pass == Pass::forward ? "fwd_simt" : "bwd_simt") + jit::text_of(jit::simt_spec(p, pass));
-    // Bands are run-time numbers of the program, so they belong to its identity, though not to the text of the kernel.
-    text += " band " + std::to_string(p.causal) + " " + std::to_string(p.window_left) + " " +
-            std::to_string(p.window_right) + " " + std::to_string(p.chunk);
-    for (const core::Array& a : p.arrays) {
-        text += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
-        if (a.rank > 0)
-            text += "x" + std::to_string(a.shape[static_cast<size_t>(a.rank - 1)] <= 4
-                                             ? a.shape[static_cast<size_t>(a.rank - 1)]
-                                             : 0);
-    }
-    return text + " " + std::to_string(p.scalars.size()) + "\n" + p.mask + "\n" + p.score_mod;
-}
-
-std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
-    constexpr size_t kMaxPrograms = 256;
-    static std::mutex mutex;
-    static std::map<std::string, std::shared_ptr<const Program>> programs;
-    std::string id = identity(p, pass);
-    const std::lock_guard lock(mutex);
-    if (const auto found = programs.find(id); found != programs.end()) return found->second;
-    auto program = std::make_shared<Program>();
-    program->spec = jit::simt_spec(p, pass);
-    program->mask = jit::render_mask(p);
-    program->gradient_arrays = pass == Pass::backward ? jit::num_gradient_arrays(p) : 0;
-    program->key =
-        jit::text_of(program->spec) + " " + std::to_string(p.arrays.size()) + " " + std::to_string(p.scalars.size());
-    for (const core::Array& a : p.arrays) {
-        program->key += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
-    }
-    program->key += "\n" + program->mask.text + "\n" + p.score_mod;
-    if (programs.size() >= kMaxPrograms) programs.clear();  // runs in flight keep theirs
-    return programs.emplace(std::move(id), std::move(program)).first->second;
-}
-
-const Function& kernel(const Problem& p, const Program& program, const char* file, const char* entry) {
-    return function(p.device.index, file + program.key, entry,
-                    [&] { return jit::simt_source(file, program.spec, p, program.mask); });
+const Function& kernel(const Problem& p, Pass pass, const Program& program, const jit::SimtSpec& spec, const char* file,
+                       const char* entry) {
+    return kernel(p, program, file, entry, spec, spec.constants(pass));
 }
 
 // Rows of one head in memory; those of a packed tensor may belong to no sequence.
 int64_t query_rows(const Problem& p) { return (p.packed_q ? 1 : p.batch) * p.q_rows; }
 int64_t key_rows(const Problem& p) { return (p.packed_kv ? 1 : p.batch) * p.kv_rows; }
 
-unsigned grid_x(int64_t tiles, int64_t heads) {
-    if (tiles * heads > 0x7fffffff) {
-        core::refuse("problem", std::to_string(tiles) + " tiles of 64 rows in " + std::to_string(heads) + " heads",
-                     "fewer than 2^31 tiles in all heads", "Split the batch.");
-    }
-    return static_cast<unsigned>(tiles * heads);
-}
-
 LaunchConfig config_of(const jit::SimtSpec& spec, int64_t tiles, int64_t heads, int64_t dims, void* stream) {
     LaunchConfig config;
     config.grid = {grid_x(tiles, heads), static_cast<unsigned>(std::max<int64_t>(1, ceil_div(dims, spec.columns))), 1};
     config.block = {static_cast<unsigned>(kThreads), 1, 1};
-    config.dynamic_shared = static_cast<unsigned>(jit::shared_bytes_of(spec));
+    config.dynamic_shared = static_cast<unsigned>(spec.shared_bytes());
     config.stream = stream;
     return config;
 }
@@ -102,16 +44,9 @@ std::string supports(const Problem& p, Pass own) {
     std::string why_not;
     if (!available(&why_not)) return why_not;
     const auto program = program_of(p, own);
-    size_t bytes = (own == Pass::forward ? sizeof(abi::Forward) : sizeof(abi::Backward)) +
-                   std::max<size_t>(program->mask.operands.size(), 1) * sizeof(abi::MaskArray) +
-                   std::max<size_t>(p.arrays.size(), 1) * (sizeof(abi::Array) + sizeof(abi::GatherSummary)) +
-                   std::max<size_t>(p.scalars.size(), 1) * 8 + std::max<size_t>(program->mask.numbers.size(), 1) * 8;
-    if (own == Pass::backward) bytes += static_cast<size_t>(std::max(program->gradient_arrays, 1)) * sizeof(abi::Array);
-    if (bytes > kMaxParameterBytes) {
-        return "mask and score_mod read " + std::to_string(p.arrays.size()) + " arrays and " +
-               std::to_string(p.scalars.size()) + " scalars, which make " + std::to_string(bytes) +
-               " bytes of kernel parameters; at most 4096 fit. Join arrays, or use fewer mask kinds";
-    }
+    std::string too_many =
+        parameters_fit(p, *program, own, own == Pass::forward ? sizeof(abi::Forward) : sizeof(abi::Backward));
+    if (!too_many.empty()) return too_many;
     if (own == Pass::backward && p.deterministic && program->gradient_arrays > 0) {
         return "deterministic=True, and the gradient of an array that score_mod reads is summed with atomics; leave "
                "deterministic out, detach the array, or run on the CPU";
@@ -132,7 +67,7 @@ size_t forward_workspace(const Problem& p, Pass) {
 }
 
 std::string forward_explain(const Problem& p, Pass) {
-    const jit::SimtSpec spec = jit::simt_spec(p, Pass::forward);
+    const jit::SimtSpec spec(p, Pass::forward);
     const DeviceInfo& device = device_info(p.device.index);
     return "  device: " + device.name + "\n  tiles: 64 queries x 64 keys, 256 threads, " +
            std::to_string(spec.columns) + " columns of v at a time, " + (p.dtype == DType::f64 ? "fp64" : "fp32") +
@@ -143,27 +78,28 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const DeviceGuard guard(p.device.index);
     if (p.validate) validate_lengths(p, workspace.stream);
     const auto program = program_of(p, Pass::forward);
+    const jit::SimtSpec spec(p, Pass::forward);
     Arena arena(workspace.data);
     const Call call(p, program->mask, arena);
     const abi::Tensor o = to_abi(args.o);
     const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
     if (p.num_heads_q * query_rows(p) == 0) return;
+    const auto main = [&]() -> const Function& {
+        return kernel(p, Pass::forward, *program, spec, "fwd_simt.cu", "fwd_simt");
+    };
     // What comes first is compiled beside the main kernel, the first time.
-    std::future<void> main;
-    std::call_once(program->compiled, [&] {
-        if (call.needs_preparation()) {
-            main = std::async(std::launch::async, [&] { kernel(p, *program, "fwd_simt.cu", "fwd_simt"); });
-        }
-    });
+    std::future<void> compiled;
+    if (call.needs_preparation() && program->first_time("fwd_simt" + jit::text_of(spec, {}))) {
+        compiled = std::async(std::launch::async, [&] { main(); });
+    }
     call.prepare(workspace.stream);
-    if (main.valid()) main.get();
+    if (compiled.valid()) compiled.get();
     call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, workspace.stream);
     std::vector<std::byte> params;
-    const abi::Forward fixed{call.problem(), o, lse};
+    const abi::Forward fixed{call.problem(), o, lse, 0};
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
-    launch(kernel(p, *program, "fwd_simt.cu", "fwd_simt"),
-           config_of(program->spec, call.q_tiles(), p.num_heads_q, p.head_dim_v, workspace.stream), params.data(),
+    launch(main(), config_of(spec, call.q_tiles(), p.num_heads_q, p.head_dim_v, workspace.stream), params.data(),
            params.size());
 }
 
@@ -201,7 +137,7 @@ size_t backward_workspace(const Problem& p, Pass) {
 }
 
 std::string backward_explain(const Problem& p, Pass) {
-    const jit::SimtSpec spec = jit::simt_spec(p, Pass::backward);
+    const jit::SimtSpec spec(p, Pass::backward);
     const DeviceInfo& device = device_info(p.device.index);
     return "  device: " + device.name +
            "\n  kernels: delta, dq by tiles of 64 queries, dk and dv by tiles of 64 keys, " +
@@ -215,7 +151,7 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     void* const stream = workspace.stream;
     if (p.validate) validate_lengths(p, stream);
     const auto program = program_of(p, Pass::backward);
-    const jit::SimtSpec& spec = program->spec;
+    const jit::SimtSpec spec(p, Pass::backward);
     Arena arena(workspace.data);
     const Call call(p, program->mask, arena);
     BackwardMemory memory(p, *program, call, arena);
@@ -261,15 +197,16 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     append(params, call.mask_data().data(), call.mask_data().size());
     append(params, sums.data(), sums.size() * sizeof(abi::Array));
     const auto run = [&](const char* file, const char* entry, const LaunchConfig& config) {
-        launch(kernel(p, *program, file, entry), config, params.data(), params.size());
+        launch(kernel(p, Pass::backward, *program, spec, file, entry), config, params.data(), params.size());
     };
     constexpr const char *kDelta = "bwd_simt_delta.cu", *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
     // The two modules that every backward pass needs are compiled side by side, the first time.
-    std::call_once(program->compiled, [&] {
-        auto delta = std::async(std::launch::async, [&] { kernel(p, *program, kDelta, "bwd_simt_delta"); });
-        kernel(p, *program, kTiles, "bwd_simt_dkdv");
+    if (program->first_time("bwd_simt" + jit::text_of(spec, {}))) {
+        auto delta = std::async(std::launch::async,
+                                [&] { kernel(p, Pass::backward, *program, spec, kDelta, "bwd_simt_delta"); });
+        kernel(p, Pass::backward, *program, spec, kTiles, "bwd_simt_dkdv");
         delta.get();
-    });
+    }
     const bool queries = p.num_heads_q * query_rows(p) > 0, keys = p.num_heads_kv * key_rows(p) > 0;
     call.prepare(stream);
     if (args.dq && queries) call.clear_rows(fixed.dq, {}, p.num_heads_q, p.head_dim_qk, true, stream);
@@ -312,7 +249,7 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
         config.block = {static_cast<unsigned>(kThreads), 1, 1};
         config.grid.x = static_cast<unsigned>(std::min<int64_t>(ceil_div(target.size(), kThreads), 4096));
         config.stream = stream;
-        launch(kernel(p, *program, kShared, "bwd_simt_array"), config, gradient);
+        launch(kernel(p, Pass::backward, *program, spec, kShared, "bwd_simt_array"), config, gradient);
     }
 }
 

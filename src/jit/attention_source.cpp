@@ -8,7 +8,7 @@
 namespace tilewise::jit {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kSimtThreads = 256, kSimtTile = 64;
 
 // Everything a kernel text may include.
 std::vector<Header> headers(std::string spec) {
@@ -26,35 +26,49 @@ core::Expr score_mod_of(const core::Problem& p) {
 
 }  // namespace
 
-SimtSpec simt_spec(const core::Problem& p, core::Pass pass) {
-    SimtSpec spec;
-    spec.dtype = p.dtype;
-    const int64_t dims = pass == core::Pass::forward ? p.head_dim_v : std::max(p.head_dim_qk, p.head_dim_v);
-    // 128 columns keep a third of the registers in outputs; fp64 needs twice as many for 64.
-    spec.columns = core::tuned(pass == core::Pass::forward ? "fwd_simt" : "bwd_simt", "kColumns",
-                               p.dtype != core::DType::f64 && dims > 64 ? 128 : 64);
-    spec.softcap = p.softcap > 0;
-    spec.bias = static_cast<bool>(p.bias);
-    spec.slopes = static_cast<bool>(p.alibi_slopes);
-    spec.sinks = static_cast<bool>(p.sinks);
-    spec.dropout = p.dropout_threshold > 0;
-    return spec;
-}
+OptionSpec::OptionSpec(const core::Problem& p)
+    : dtype(p.dtype),
+      softcap(p.softcap > 0),
+      bias(static_cast<bool>(p.bias)),
+      slopes(static_cast<bool>(p.alibi_slopes)),
+      sinks(static_cast<bool>(p.sinks)),
+      dropout(p.dropout_threshold > 0),
+      score_mod(!p.score_mod.empty()) {}
 
-std::string text_of(const SimtSpec& spec) {
+std::string text_of(const OptionSpec& o, const Constants& constants) {
     std::string text;
-    for (const int n : {static_cast<int>(spec.dtype), spec.columns, int{spec.softcap}, int{spec.bias}, int{spec.slopes},
-                        int{spec.sinks}, int{spec.dropout}}) {
+    for (const int n : {static_cast<int>(o.dtype), int{o.softcap}, int{o.bias}, int{o.slopes}, int{o.sinks},
+                        int{o.dropout}, int{o.score_mod}}) {
         text += " " + std::to_string(n);
     }
+    for (const Constant& constant : constants) text += " " + std::to_string(constant.value);
     return text;
 }
 
-int64_t shared_bytes_of(const SimtSpec& spec) {
+SimtSpec::SimtSpec(const core::Problem& p, core::Pass pass) : OptionSpec(p) {
+    const int64_t dims = pass == core::Pass::forward ? p.head_dim_v : std::max(p.head_dim_qk, p.head_dim_v);
+    // 128 columns keep a third of the registers in outputs; fp64 needs twice as many for 64.
+    columns = core::tuned(pass == core::Pass::forward ? "fwd_simt" : "bwd_simt", "kColumns",
+                          p.dtype != core::DType::f64 && dims > 64 ? 128 : 64);
+}
+
+Constants SimtSpec::constants(core::Pass pass) const {
+    const bool backward = pass == core::Pass::backward;
+    // Two blocks hide each other's waits; the accumulators of fp64, and of dK and dV side by side, leave no room.
+    const bool crowded = dtype == core::DType::f64 || (backward && columns > 64);
+    return {{"kThreads", kSimtThreads},
+            {"kTileQ", kSimtTile},
+            {"kTileKV", kSimtTile},
+            {"kSharedBytes", static_cast<int>(shared_bytes())},
+            {"kBlocks", core::tuned(backward ? "bwd_simt" : "fwd_simt", "kBlocks", crowded ? 1 : 2)},
+            {"kColumns", columns}};
+}
+
+int64_t SimtSpec::shared_bytes() const {
     // Two factors of a score product, or rows of the right factor of an output product; a tile; the list of tiles.
-    const int64_t real = spec.dtype == core::DType::f64 ? 8 : 4, depth = spec.dtype == core::DType::f64 ? 16 : 32;
-    const int64_t lead = 68, stage = std::max<int64_t>(2 * depth * lead, depth * spec.columns) * real;
-    return stage + 64 * lead * real + kThreads * 8 + kThreads / 32 * 4;
+    const int64_t real = dtype == core::DType::f64 ? 8 : 4, depth = dtype == core::DType::f64 ? 16 : 32;
+    const int64_t lead = kSimtTile + 4, stage = std::max<int64_t>(2 * depth * lead, depth * columns) * real;
+    return stage + kSimtTile * lead * real + kSimtThreads * 8 + kSimtThreads / 32 * 4;
 }
 
 int num_gradient_arrays(const core::Problem& p) {
@@ -62,27 +76,23 @@ int num_gradient_arrays(const core::Problem& p) {
     return static_cast<int>(p.arrays.size());
 }
 
-Source simt_source(const char* file, const SimtSpec& spec, const core::Problem& p, const MaskProgram& mask) {
+Source attention_source(const char* file, const OptionSpec& options, const Constants& constants, const core::Problem& p,
+                        const MaskProgram& mask) {
     const bool backward = std::string_view(file).starts_with("bwd");
     std::string text = "#pragma once\n#include \"base.cuh\"\nnamespace tilewise {\n";
     const auto constant = [&](const char* type, const char* name, int value) {
         text += std::string("constexpr ") + type + " " + name + " = " + std::to_string(value) + ";\n";
     };
     const auto at_least_one = [](size_t n) { return std::to_string(std::max<size_t>(n, 1)); };
-    text += p.dtype == core::DType::f64 ? "using Real = double;\n" : "using Real = float;\n";
-    constant("int", "kThreads", kThreads);
-    constant("int", "kSharedBytes", static_cast<int>(shared_bytes_of(spec)));
-    // Two blocks hide each other's waits; the accumulators of fp64, and of dK and dV side by side, leave no room.
-    const bool crowded = p.dtype == core::DType::f64 || (backward && spec.columns > 64);
-    constant("int", "kBlocks", core::tuned(backward ? "bwd_simt" : "fwd_simt", "kBlocks", crowded ? 1 : 2));
-    constant("int", "kDTypeQ", static_cast<int>(spec.dtype));
-    constant("int", "kColumns", spec.columns);
-    constant("bool", "kSoftcap", spec.softcap);
-    constant("bool", "kBias", spec.bias);
-    constant("bool", "kSlopes", spec.slopes);
-    constant("bool", "kSinks", spec.sinks);
-    constant("bool", "kDropout", spec.dropout);
-    constant("bool", "kScoreMod", !p.score_mod.empty());
+    text += options.dtype == core::DType::f64 ? "using Real = double;\n" : "using Real = float;\n";
+    for (const Constant& each : constants) constant("int", each.name, each.value);
+    constant("int", "kDTypeQ", static_cast<int>(options.dtype));
+    constant("bool", "kSoftcap", options.softcap);
+    constant("bool", "kBias", options.bias);
+    constant("bool", "kSlopes", options.slopes);
+    constant("bool", "kSinks", options.sinks);
+    constant("bool", "kDropout", options.dropout);
+    constant("bool", "kScoreMod", options.score_mod);
     text += "struct MaskData {\n    abi::MaskArray masks[" + at_least_one(mask.operands.size()) +
             "];\n    abi::Array arrays[" + at_least_one(p.arrays.size()) +
             "];\n    abi::GatherSummary gather_summaries[" + at_least_one(p.arrays.size()) + "];\n    double scalars[" +

@@ -30,6 +30,7 @@ public:
         tighten(out_.window_right, p_.window_right);
         if (p_.chunk > 0) chunks_.push_back(number(p_.chunk));
         if (!p_.mask.empty()) top_level(core::parse_mask(p_.mask, p_), parts);
+        out_.bands = parts.empty();
         for (const std::string& chunk : chunks_) parts.push_back(chunk_answers(chunk));
         parts.insert(parts.begin(), {"window_visible(site, p.window_left, p.window_right, i, j)",
                                      "window_class(site, p.window_left, p.window_right, i0, i1, j0, j1)"});
@@ -41,6 +42,7 @@ public:
             gather(expr);
             const std::string hides = render_score_hides(expr, p_.arrays, "score_mod_hides");
             if (!hides.empty()) {
+                out_.bands = false;
                 text += hides;
                 cls = "score_mod_hides(site, data, i0, i1, j0, j1) ? static_cast<int>(kSkip) : " + cls;
             }

@@ -24,6 +24,7 @@ struct MaskProgram {
     std::vector<MaskOperand> operands;
     std::vector<int64_t> numbers;
     std::vector<int> gathered;  // numbers of the arrays that its expressions and the score_mod read
+    bool bands = false;         // key_hull of a single row is all that the row sees
     // causal and windows of the call and of the top level of the text, merged into one.
     int64_t window_left = -1, window_right = -1;
 };

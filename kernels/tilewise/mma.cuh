@@ -1,0 +1,219 @@
+// Tensor cores as Turing and everything after it has them: mma.sync, ldmatrix, cp.async, and 16-bit tiles in shared
+// memory. A fragment is what one thread of a warp holds of a 16 x 16 (A), 16 x 8 (B) or 16 x 8 (accumulator) matrix, as
+// the PTX ISA lays it out: with g = lane / 4 and t = lane % 4, accumulator element 2 e + c lies in row g + 8 e and
+// column 2 t + c.
+//
+// spec.cuh comes before this file: kThreads, kDTypeQ and whether the tensors take 16-byte copies.
+#pragma once
+
+#include "base.cuh"
+
+namespace tilewise {
+
+using Half = unsigned short;  // bits of fp16 or bf16
+
+struct __align__(16) Chunk {
+    Word words[4];
+};
+
+constexpr int kPad = 8;  // elements after a row of a tile: rows start 16 bytes apart modulo 128, and no banks collide
+
+TW_DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
+TW_DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Instructions
+
+#ifdef TILEWISE_FAKE_CUDA
+TW_DEVICE float exp2_fast(float x) { return exp2f(x); }
+TW_DEVICE float log2_fast(float x) { return log2f(x); }
+TW_DEVICE float reciprocal_fast(float x) { return 1.0f / x; }
+TW_DEVICE Word pack(float low, float high) {
+    return kDTypeQ == kBF16 ? tw_float_to_bfloat16(low) | Word(tw_float_to_bfloat16(high)) << 16
+                            : tw_float_to_half(low) | Word(tw_float_to_half(high)) << 16;
+}
+TW_DEVICE void mma(float (&d)[4], const Word (&a)[4], Word b0, Word b1) {
+    const Word b[2] = {b0, b1};
+    if constexpr (kDTypeQ == kBF16) tw_mma_m16n8k16_bf16(d, a, b, d);
+    else tw_mma_m16n8k16_f16(d, a, b, d);
+}
+TW_DEVICE void load_matrices(Word (&to)[4], const Half* row) { tw_ldmatrix<4>(to, row); }
+TW_DEVICE void load_matrices_transposed(Word (&to)[4], const Half* row) { tw_ldmatrix<4, true>(to, row); }
+TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) { tw_cp_async<16>(to, from, bytes); }
+TW_DEVICE void commit_copies() {}
+template <int kLeft>
+TW_DEVICE void wait_for_copies() {}
+#else
+// To within 2 ulp; exp2 of -inf is 0. Inputs are scores, outputs are rounded to 16 bits or summed in fp32.
+TW_DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+TW_DEVICE float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+TW_DEVICE float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+TW_DEVICE Word pack(float low, float high) {  // two numbers of kDTypeQ in a register
+    Word bits;
+#if __CUDA_ARCH__ >= 800
+    if constexpr (kDTypeQ == kBF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+    bits = float_to_half(low) | Word(float_to_half(high)) << 16;
+#endif
+    return bits;
+}
+
+// d += a b: 16 x 8, 16 deep
+TW_DEVICE void mma(float (&d)[4], const Word (&a)[4], Word b0, Word b1) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (kDTypeQ == kBF16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+#else  // Turing: half as deep
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+TW_DEVICE Word shared_address(const void* p) { return static_cast<Word>(__cvta_generic_to_shared(p)); }
+
+// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8. Thread (g, t) gets elements 2 t, 2 t + 1 of
+// row g, or of column g.
+TW_DEVICE void load_matrices(Word (&to)[4], const Half* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row)));
+}
+TW_DEVICE void load_matrices_transposed(Word (&to)[4], const Half* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row)));
+}
+
+// 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
+TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
+#else
+    Chunk chunk{};
+    if (bytes == 16) {
+        chunk = *reinterpret_cast<const Chunk*>(from);
+    } else {
+        Half* const halves = reinterpret_cast<Half*>(&chunk);
+        for (int n = 0; n < 8; ++n) halves[n] = 2 * n < bytes ? from[n] : Half(0);
+    }
+    *reinterpret_cast<Chunk*>(to) = chunk;
+#endif
+}
+TW_DEVICE void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Until at most kLeft of this thread's latest commits are under way.
+template <int kLeft>
+TW_DEVICE void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+#endif
+
+TW_DEVICE float tanh_fast(float x) { return 1 - 2 * reciprocal_fast(exp2_fast(x * 2.8853900817779268f) + 1); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles in shared memory
+
+// Rows of one head in global memory; beyond `count` rows and `dims` numbers all is zero.
+struct TileSource {
+    const Half* data;
+    Int row, dim;  // strides
+    int count, dims;
+
+    TW_DEVICE TileSource make(const abi::Tensor& t, Int b, Int row0, Int h, Int c0, Int count, Int dims) {
+        return {static_cast<const Half*>(t.data) + b * t.batch + row0 * t.row + h * t.head + c0 * t.dim, t.row, t.dim,
+                static_cast<int>(count), static_cast<int>(dims - c0)};
+    }
+    __device__ __forceinline__ TileSource from(int first) const {
+        return {data + first * row, row, dim, count - first, dims};
+    }
+};
+
+// Starts the copy of 8 numbers of a row, from column c on.
+TW_DEVICE void copy_chunk(Half* to, const Half* row, Int dim, int left) {
+    if constexpr (kAligned) {
+        copy_async(to, left > 0 ? row : nullptr, 2 * (left < 0 ? 0 : left > 8 ? 8 : left));
+    } else {
+        Chunk chunk{};
+        Half* const halves = reinterpret_cast<Half*>(&chunk);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) halves[n] = n < left ? row[n * dim] : Half(0);
+        *reinterpret_cast<Chunk*>(to) = chunk;
+    }
+}
+
+// kRows x kWidth, by all threads of the block.
+template <int kRows, int kWidth>
+TW_DEVICE void copy_tile(Half (&to)[kRows][kWidth + kPad], const TileSource& from) {
+    constexpr int kChunks = kWidth / 8;
+    if constexpr (kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0) {  // a thread stays in its columns
+        constexpr int kStep = kThreads / kChunks;
+        const int c = static_cast<int>(threadIdx.x) % kChunks * 8;
+        int r = static_cast<int>(threadIdx.x) / kChunks;
+        const Half* at = from.data + r * from.row + c * from.dim;
+#pragma unroll
+        for (int n = 0; n < kRows / kStep; ++n, r += kStep, at += kStep * from.row) {
+            copy_chunk(&to[r][c], at, from.dim, r < from.count ? from.dims - c : 0);
+        }
+    } else {
+#pragma unroll 4
+        for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
+            const int r = n / kChunks, c = n % kChunks * 8;
+            copy_chunk(&to[r][c], from.data + r * from.row + c * from.dim, from.dim, r < from.count ? from.dims - c : 0);
+        }
+    }
+}
+
+// Rows [row, row + 16) and columns [column, column + 16) of a tile as an A operand.
+template <int kPitch>
+TW_DEVICE void load_a(Word (&a)[4], const Half (*tile)[kPitch], int row, int column) {
+    const int lane = lane_id();
+    load_matrices(a, &tile[row + lane % 16][column + lane / 16 * 8]);
+}
+// Two B operands from 16 rows of a tile: b[0], b[1] for rows 0 ... 7 as columns of B, b[2], b[3] for rows 8 ... 15; the
+// tile's columns are the depth of the product.
+template <int kPitch>
+TW_DEVICE void load_b(Word (&b)[4], const Half (*tile)[kPitch], int row, int column) {
+    const int lane = lane_id();
+    load_matrices(b, &tile[row + lane % 8 + lane / 16 * 8][column + lane / 8 % 2 * 8]);
+}
+// The same of 16 columns, where the tile's rows are the depth.
+template <int kPitch>
+TW_DEVICE void load_b_transposed(Word (&b)[4], const Half (*tile)[kPitch], int row, int column) {
+    const int lane = lane_id();
+    load_matrices_transposed(b, &tile[row + lane % 16][column + lane / 16 * 8]);
+}
+
+}  // namespace tilewise

@@ -1,0 +1,169 @@
+// fwd_mma on the host: which kernel a problem needs, how its keys are split over blocks, and what joins the splits.
+#include "mma.hpp"
+
+#include <algorithm>
+#include <future>
+#include <optional>
+
+#include "call.hpp"
+#include "core/summary.hpp"
+#include "device.hpp"
+#include "jit/mma_spec.hpp"
+#include "launch.hpp"
+#include "program.hpp"
+
+namespace tilewise::cuda {
+namespace {
+
+using core::ceil_div;
+using core::Pass;
+using core::Problem;
+using core::Workspace;
+
+jit::Arch arch_of(const DeviceInfo& device) { return {device.major, device.minor, false}; }
+
+// What is decided for a problem, beside its mask.
+struct Decision {
+    jit::MmaForwardSpec spec;
+    int64_t q_tile = 0;  // queries of a block
+    int64_t heads = 0;   // that blocks are numbered by
+    int64_t pieces = 0;  // of head_dim_v
+    int64_t splits = 1, keys_per_split = 0;
+
+    // Splitting the keys pays where there are fewer blocks than the GPU holds at once.
+    Decision(const Problem& p, const jit::MmaForwardSpec& chosen, const DeviceInfo& device) : spec(chosen) {
+        const int64_t group = spec.pack_gqa ? p.group() : 1;
+        q_tile = spec.rows() / group;
+        heads = p.num_heads_q / group;
+        pieces = std::max<int64_t>(ceil_div(p.head_dim_v, spec.columns), 1);
+        keys_per_split = ceil_div(std::max<int64_t>(p.kv_rows, 1), spec.keys) * spec.keys;
+        if (p.batch_invariant || p.window_left >= 0 || p.chunk > 0) return;
+        const int64_t tiles = p.packed_q ? p.q_rows / q_tile + p.batch : p.batch * ceil_div(p.q_rows, q_tile);
+        const int64_t per_sm =
+            std::max<int64_t>(1, static_cast<int64_t>(device.shared_memory_per_sm) / (spec.shared_bytes() + 1024));
+        const int64_t slots = device.num_sms * std::min<int64_t>(per_sm, std::max(spec.blocks, 8 / spec.warps));
+        const int64_t blocks = std::max<int64_t>(tiles * heads * pieces, 1);
+        const int64_t kv_tiles = ceil_div(p.max_seqlen_kv, spec.keys);
+        constexpr int64_t kLeast = 2;  // tiles of a split: less does not pay for joining
+        if (blocks * 5 > slots * 4 || kv_tiles < 2 * kLeast) return;
+        const int64_t wanted = std::clamp<int64_t>(slots / blocks, 1, kv_tiles / kLeast);
+        keys_per_split = ceil_div(kv_tiles, wanted) * spec.keys;
+        splits = ceil_div(kv_tiles * spec.keys, keys_per_split);
+        spec.split = splits > 1;
+    }
+};
+
+std::optional<Decision> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
+    const DeviceInfo& device = device_info(p.device.index);
+    const auto spec = jit::mma_forward_spec(p, program.mask, arch_of(device), why_not);
+    if (!spec) return std::nullopt;
+    return Decision(p, *spec, device);
+}
+
+struct Params {  // before mask and score_mod
+    abi::Forward call;
+    abi::Split split;
+};
+
+std::string supports(const Problem& p, Pass pass) {
+    std::string why_not;
+    if (!available(&why_not)) return why_not;
+    const auto program = program_of(p, pass);
+    const auto decision = decide(p, *program, &why_not);
+    if (!decision) return why_not;
+    return parameters_fit(p, *program, pass, sizeof(Params));
+}
+
+abi::Split split_of(const Problem& p, const Decision& decision, Arena& arena) {
+    abi::Split split{};
+    split.splits = decision.splits, split.keys = decision.keys_per_split;
+    if (decision.splits == 1) return split;
+    const int64_t batch = p.packed_q ? 1 : p.batch, rows = batch * p.num_heads_q * p.q_rows;
+    const int64_t width = decision.pieces * decision.spec.columns;
+    split.o_split = rows * width, split.lse_split = rows;
+    split.o = {arena.take(decision.splits * split.o_split * 4), p.num_heads_q * p.q_rows * width, width,
+               p.q_rows * width, 1};
+    split.lse = {arena.take(decision.splits * split.lse_split * 4), p.num_heads_q * p.q_rows, p.q_rows, 1};
+    return split;
+}
+
+size_t workspace(const Problem& p, Pass pass) {
+    const auto program = program_of(p, pass);
+    const auto decision = decide(p, *program);
+    if (!decision) return 0;
+    Arena arena(nullptr);
+    [[maybe_unused]] const Call call(p, program->mask, arena, decision->q_tile, decision->spec.keys);
+    split_of(p, *decision, arena);
+    return static_cast<size_t>(arena.used());
+}
+
+std::string explain(const Problem& p, Pass pass) {
+    const auto decision = decide(p, *program_of(p, pass));
+    if (!decision) return "";
+    const jit::MmaForwardSpec& spec = decision->spec;
+    return "  device: " + device_info(p.device.index).name + "\n  tiles: " + std::to_string(spec.rows()) +
+           (spec.pack_gqa ? " rows (queries x heads of a group)" : " queries") + " x " + std::to_string(spec.keys) +
+           " keys, " + std::to_string(spec.warps) + " warps, " + std::to_string(spec.columns) +
+           " columns of v at a time, fp32 sums\n  copies: " + (spec.aligned ? "16 bytes" : "single numbers") +
+           "\n  splits of the keys: " + std::to_string(decision->splits) + "\n";
+}
+
+void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
+    const DeviceGuard guard(p.device.index);
+    void* const stream = workspace.stream;
+    if (p.validate) validate_lengths(p, stream);
+    const auto program = program_of(p, Pass::forward);
+    const Decision decision = decide(p, *program).value();
+    const jit::MmaForwardSpec& spec = decision.spec;
+    Arena arena(workspace.data);
+    const Call call(p, program->mask, arena, decision.q_tile, spec.keys);
+    const abi::Split split = split_of(p, decision, arena);
+    const abi::Tensor o = to_abi(args.o);
+    const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
+    const int64_t tiles = call.q_tiles();
+    if (p.num_heads_q * tiles == 0) return;
+
+    const auto main = [&]() -> const Function& {
+        return kernel(p, *program, "fwd_mma.cu", "fwd_mma", spec, spec.constants());
+    };
+    // What comes first is compiled beside the main kernel, the first time.
+    std::future<void> compiled;
+    if ((call.needs_preparation() || decision.splits > 1) &&
+        program->first_time("fwd_mma" + jit::text_of(spec, spec.constants()))) {
+        compiled = std::async(std::launch::async, [&] { main(); });
+    }
+    call.prepare(stream);
+    const Function* const combine =
+        decision.splits > 1 ? &plain_function(p.device.index, "combine.cu", "combine") : nullptr;
+    if (compiled.valid()) compiled.get();
+
+    call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, stream);
+    const auto multiple = [](int64_t stride) { return stride % 8 == 0; };
+    const bool aligned = o.dim == 1 && multiple(o.batch) && multiple(o.row) && multiple(o.head) &&
+                         reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
+    std::vector<std::byte> params;
+    const Params fixed{{call.problem(), o, lse, aligned}, split};
+    append(params, &fixed, sizeof fixed);
+    append(params, call.mask_data().data(), call.mask_data().size());
+    LaunchConfig config;
+    config.grid = {grid_x(tiles, decision.heads), static_cast<unsigned>(decision.pieces),
+                   static_cast<unsigned>(decision.splits)};
+    config.block.x = static_cast<unsigned>(spec.warps * 32);
+    config.dynamic_shared = static_cast<unsigned>(spec.shared_bytes());
+    config.stream = stream;
+    launch(main(), config, params.data(), params.size());
+    if (combine != nullptr) {
+        const abi::Combine joined{call.problem(), split, o, lse, static_cast<abi::Int>(p.dtype)};
+        LaunchConfig join;
+        join.grid.x = grid_x(tiles, p.num_heads_q);
+        join.block.x = 128;
+        join.stream = stream;
+        launch(*combine, join, joined);
+    }
+}
+
+}  // namespace
+
+const core::Implementation kFwdMma{"fwd_mma", supports, workspace, explain, forward, nullptr, TILEWISE_CUDA};
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,10 @@
+// fwd_mma: the portable tensor-core kernels.
+#pragma once
+
+#include "core/registry.hpp"
+
+namespace tilewise::cuda {
+
+extern const core::Implementation kFwdMma;
+
+}  // namespace tilewise::cuda

@@ -1,0 +1,76 @@
+#include "program.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "tilewise/abi.h"
+
+namespace tilewise::cuda {
+
+using core::Pass;
+using core::Problem;
+
+namespace {
+
+// Everything that Program is made from, as text.
+std::string identity(const Problem& p, Pass pass) {
+    // Bands are run-time numbers of the program, so they belong to its identity, though not to the text of the kernel.
+    std::string text = std::string(pass == Pass::forward ? "fwd" : "bwd") + " band " + std::to_string(p.causal) + " " +
+                       std::to_string(p.window_left) + " " + std::to_string(p.window_right) + " " +
+                       std::to_string(p.chunk);
+    for (const core::Array& a : p.arrays) {
+        text += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
+        if (a.rank > 0)
+            text += "x" + std::to_string(a.shape[static_cast<size_t>(a.rank - 1)] <= 4
+                                             ? a.shape[static_cast<size_t>(a.rank - 1)]
+                                             : 0);
+    }
+    return text + " " + std::to_string(p.packed_q) + std::to_string(p.packed_kv) + " " +
+           std::to_string(p.scalars.size()) + "\n" + p.mask + "\n" + p.score_mod;
+}
+
+}  // namespace
+
+bool Program::first_time(const std::string& name) const {
+    const std::lock_guard lock(mutex_);
+    return seen_.insert(name).second;
+}
+
+std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
+    constexpr size_t kMaxPrograms = 256;
+    static std::mutex mutex;
+    static std::map<std::string, std::shared_ptr<const Program>> programs;
+    std::string id = identity(p, pass);
+    const std::lock_guard lock(mutex);
+    if (const auto found = programs.find(id); found != programs.end()) return found->second;
+    auto program = std::make_shared<Program>();
+    program->mask = jit::render_mask(p);
+    program->gradient_arrays = pass == Pass::backward ? jit::num_gradient_arrays(p) : 0;
+    program->key = std::to_string(p.arrays.size()) + " " + std::to_string(p.scalars.size());
+    for (const core::Array& a : p.arrays) {
+        program->key += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
+    }
+    program->key += "\n" + program->mask.text + "\n" + p.score_mod;
+    if (programs.size() >= kMaxPrograms) programs.clear();  // runs in flight keep theirs
+    return programs.emplace(std::move(id), std::move(program)).first->second;
+}
+
+const Function& kernel(const Problem& p, const Program& program, const char* file, const char* entry,
+                       const jit::OptionSpec& options, const jit::Constants& constants) {
+    return function(p.device.index, file + jit::text_of(options, constants) + " " + program.key, entry,
+                    [&] { return jit::attention_source(file, options, constants, p, program.mask); });
+}
+
+std::string parameters_fit(const Problem& p, const Program& program, Pass pass, size_t fixed) {
+    size_t bytes = fixed + std::max<size_t>(program.mask.operands.size(), 1) * sizeof(abi::MaskArray) +
+                   std::max<size_t>(p.arrays.size(), 1) * (sizeof(abi::Array) + sizeof(abi::GatherSummary)) +
+                   std::max<size_t>(p.scalars.size(), 1) * 8 + std::max<size_t>(program.mask.numbers.size(), 1) * 8;
+    if (pass == Pass::backward) bytes += static_cast<size_t>(std::max(program.gradient_arrays, 1)) * sizeof(abi::Array);
+    if (bytes <= kMaxParameterBytes) return "";
+    return "mask and score_mod read " + std::to_string(p.arrays.size()) + " arrays and " +
+           std::to_string(p.scalars.size()) + " scalars, which make " + std::to_string(bytes) +
+           " bytes of kernel parameters; at most 4096 fit. Join arrays, or use fewer mask kinds";
+}
+
+}  // namespace tilewise::cuda

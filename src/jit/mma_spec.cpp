@@ -1,0 +1,130 @@
+#include "mma_spec.hpp"
+
+#include <algorithm>
+
+#include "core/env.hpp"
+
+namespace tilewise::jit {
+namespace {
+
+using core::DType;
+using core::Problem;
+
+int round_up(int64_t x, int64_t step) { return static_cast<int>((x + step - 1) / step * step); }
+
+// Largest shared memory of a block (CUDA C++ Programming Guide, table of compute capabilities).
+int64_t shared_limit(const Arch& arch) {
+    switch (arch.number()) {
+        case 75: return 64 * 1024;
+        case 80:
+        case 87: return 163 * 1024;
+        case 86:
+        case 89: return 99 * 1024;
+        default: return arch.major >= 12 ? 99 * 1024 : 227 * 1024;
+    }
+}
+
+// 16-byte copies: rows follow each other at multiples of 16 bytes, and numbers lie side by side.
+bool takes_16_bytes(const core::Tensor4& t) {
+    const auto multiple = [](int64_t stride) { return stride % 8 == 0; };
+    return t.dim_stride == 1 && multiple(t.batch_stride) && multiple(t.row_stride) && multiple(t.head_stride) &&
+           reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
+
+}  // namespace
+
+Constants MmaForwardSpec::constants() const {
+    return {{"kThreads", warps * 32},
+            {"kWarps", warps},
+            {"kMTiles", m_tiles},
+            {"kTileQ", rows()},
+            {"kTileKV", keys},
+            {"kBlocks", blocks},
+            {"kDimsQK", dims_qk},
+            {"kColumns", columns},
+            {"kQInRegisters", q_in_registers},
+            {"kAhead", ahead},
+            {"kBands", bands},
+            {"kAligned", aligned},
+            {"kPackGQA", pack_gqa},
+            {"kSplit", split},
+            {"kRaw", raw},
+            {"kRolled", rolled},
+            {"kSharedBytes", static_cast<int>(shared_bytes())}};
+}
+
+int64_t MmaForwardSpec::shared_bytes() const {  // of struct Shared
+    constexpr int64_t kPad = 8;
+    int64_t bytes = 2 * rows() * (std::max(dims_qk, columns) + kPad);
+    bytes += 2 * 2 * keys * (dims_qk + kPad + columns + kPad);
+    bytes += bands ? 8 : warps * 32 * 4 + 4 * warps;
+    bytes += rolled ? int64_t{4} * rows() * keys : int64_t{4} * warps * 32;
+    return (bytes + 15) / 16 * 16;
+}
+
+std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,
+                                               std::string* why_not) {
+    const auto no = [&](std::string text) {
+        if (why_not != nullptr) *why_not = std::move(text);
+        return std::nullopt;
+    };
+    if (p.dtype != DType::f16 && p.dtype != DType::bf16)
+        return no("dtype " + std::string(core::name(p.dtype)) + "; tensor cores are for float16 and bfloat16");
+    if (arch.number() < 75) return no(arch.name() + " has no mma.sync of this shape; sm_75 and later have");
+    if (p.dtype == DType::bf16 && arch.number() < 80)
+        return no(arch.name() + " has no bfloat16 tensor cores; float16 works");
+    constexpr int64_t kMaxDims = 576;
+    if (std::max(p.q_rows, p.kv_rows) >= int64_t{1} << 30)
+        return no(std::to_string(std::max(p.q_rows, p.kv_rows)) + " rows; fewer than 2^30 are taken");
+    if (std::max(p.head_dim_qk, p.head_dim_v) > kMaxDims)
+        return no("head dims " + std::to_string(p.head_dim_qk) + " and " + std::to_string(p.head_dim_v) +
+                  "; at most 576 are taken");
+
+    MmaForwardSpec spec;
+    static_cast<OptionSpec&>(spec) = OptionSpec(p);
+    spec.dims_qk = round_up(std::max<int64_t>(p.head_dim_qk, 1), 16);
+    spec.columns = std::min(round_up(std::max<int64_t>(p.head_dim_v, 1), 16), 256);
+    spec.bands = mask.bands;
+    spec.aligned = takes_16_bytes(p.q) && takes_16_bytes(p.k) && takes_16_bytes(p.v);
+    spec.raw = !spec.softcap && !spec.bias && !spec.slopes && !spec.score_mod && p.softmax_scale > 0;
+    spec.rolled = spec.bias || spec.score_mod || !spec.bands;
+
+    const int dims = std::max(spec.dims_qk, spec.columns);
+    const int64_t limit = shared_limit(arch);
+    const bool large = limit > 100 * 1024;
+    if (dims <= 64) {
+        spec.m_tiles = large ? 2 : 1, spec.warps = large ? 4 : 8;
+        spec.keys = 64, spec.blocks = large ? 2 : 1;
+    } else if (dims <= 128) {
+        spec.m_tiles = large ? 2 : 1, spec.warps = large ? 4 : 8;
+        spec.keys = large ? 64 : 32, spec.blocks = large ? 2 : 1;
+    } else {
+        spec.m_tiles = 1, spec.warps = dims <= 256 && large ? 8 : 4;
+        spec.keys = dims <= 256 ? 64 : 32, spec.blocks = 1;
+    }
+    const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_mma", name, fallback); };
+    spec.warps = tuned("kWarps", spec.warps), spec.m_tiles = tuned("kMTiles", spec.m_tiles);
+    spec.keys = tuned("kTileKV", spec.keys), spec.blocks = tuned("kBlocks", spec.blocks);
+    spec.q_in_registers = tuned("kQInRegisters", spec.q_in_registers) != 0;
+    spec.ahead = tuned("kAhead", spec.ahead) != 0;
+
+    // Few queries: the heads that share keys stand side by side in one tile, and a tile has no more rows than needed.
+    const int64_t group = p.group();
+    const bool few = p.max_seqlen_q * group <= spec.rows();
+    spec.pack_gqa = group > 1 && few && spec.bands && !spec.rolled && !spec.slopes && !spec.dropout;
+    const int64_t rows = p.max_seqlen_q * (spec.pack_gqa ? group : 1);
+    if (rows <= 64 && !p.batch_invariant) {
+        spec.m_tiles = 1, spec.warps = rows <= 16 ? 1 : rows <= 32 ? 2 : 4;
+        spec.blocks = std::min(spec.blocks, 2);
+    }
+    while (spec.shared_bytes() > limit && spec.keys > 16) spec.keys /= 2;
+    while (spec.shared_bytes() > limit && spec.m_tiles > 1) spec.m_tiles /= 2;
+    while (spec.shared_bytes() > limit && spec.warps > 1) spec.warps /= 2;
+    if (spec.shared_bytes() > limit)
+        return no("head dims " + std::to_string(p.head_dim_qk) + " and " + std::to_string(p.head_dim_v) + " need " +
+                  std::to_string(spec.shared_bytes()) + " bytes of shared memory; " + arch.name() + " has " +
+                  std::to_string(limit));
+    return spec;
+}
+
+}  // namespace tilewise::jit

@@ -1,0 +1,31 @@
+// Which tiles the tensor-core kernels work on: a pure function of the GPU's arch and the problem.
+#pragma once
+
+#include <optional>
+
+#include "arch.hpp"
+#include "attention_source.hpp"
+
+namespace tilewise::jit {
+
+// What fwd_mma is compiled for; names as in kernels/tilewise/fwd_mma.cu.
+struct MmaForwardSpec : OptionSpec {
+    int dims_qk = 0, columns = 0;  // multiples of 16; columns of head_dim_v in one block
+    int warps = 4, m_tiles = 1;    // 16 m_tiles rows per warp
+    int keys = 64;                 // of a tile
+    int blocks = 1;                // on an SM at once: what registers are limited for
+    bool q_in_registers = false, ahead = false;
+    bool bands = false, aligned = false, pack_gqa = false, split = false;
+    bool raw = false;     // softmax takes products as they are: nothing but a positive scale
+    bool rolled = false;  // some scores are finished one by one
+
+    [[nodiscard]] int rows() const { return warps * m_tiles * 16; }
+    [[nodiscard]] Constants constants() const;
+    [[nodiscard]] int64_t shared_bytes() const;
+};
+
+// Nothing, if the arch or its shared memory does not suffice for the problem; why_not then says what would work.
+std::optional<MmaForwardSpec> mma_forward_spec(const core::Problem& problem, const MaskProgram& mask, const Arch& arch,
+                                               std::string* why_not);
+
+}  // namespace tilewise::jit
