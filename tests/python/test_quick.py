@@ -177,7 +177,12 @@ def test_a_failed_call_is_not_kept():
 def test_the_general_way_takes_the_rest(ways):
     q, k, v = qkv()
     ways.quick(lambda: tilewise.attention(q, k, v))
+    left: list[torch.Tensor] = []
+    torch.vmap(lambda x: left.append(x) or x)(torch.stack([q, -q]))
+    torch.func.grad(lambda x: left.append(x * 1) or x.sum())(q)
     calls = {
+        "left vmap": lambda: tilewise.attention(left[0], k, v),
+        "left grad": lambda: tilewise.attention(left[1], k.clone().requires_grad_(), v),
         "negated": lambda: tilewise.attention(torch._neg_view(q), k, torch._neg_view(v)),
         "imaginary": lambda: tilewise.attention(torch.complex(q, q).conj().imag, k, v),
         "zeros": lambda: tilewise.attention(torch._efficientzerotensor(q.shape), k, v),
