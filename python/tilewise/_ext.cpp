@@ -205,4 +205,5 @@ NB_MODULE(_ext, m) {
         return text;
     });
     bind_quick(m);
+    nb::set_leak_warnings(false);  // graphs of torch that live to the end hold objects of ours
 }

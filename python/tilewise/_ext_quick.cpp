@@ -3,7 +3,7 @@
 // A call whose options are numbers and words only (no arrays, masks or functions) is taken apart in Python the first
 // time, and what came out, a tilewise_problem, is kept under those options. From then on a call reads q, k and v
 // through torch's table of C functions for DLPack (__dlpack_c_exchange_api__), puts them into the problem, makes the
-// outputs with torch.empty_strided, and runs. Whatever is not as plain as that (other kinds of tensors, devices that
+// outputs with torch's own functions, and runs. Whatever is not as plain as that (other kinds of tensors, devices that
 // differ, negated views, no memory) gives None, and the caller takes the general way, which knows all cases and all
 // words of refusal. Nothing that is kept refers to a tensor.
 //
@@ -64,15 +64,16 @@ int32_t dtype_of(const DLTensor& t) {
 struct Torch {
     const ExchangeApi* api = nullptr;
     PyTypeObject *tensor = nullptr, *parameter = nullptr;
-    PyObject* empty_strided = nullptr;
+    PyObject *empty_strided = nullptr, *empty_like = nullptr;
     std::array<PyObject*, TILEWISE_UINT32 + 1> dtypes{};
     PyObject *requires_grad = nullptr, *is_neg = nullptr, *device = nullptr, *names = nullptr;
 };
 Torch torch;
 
-// tensor_type, parameter_type, the capsule with the table, torch.empty_strided, {tilewise_dtype: torch.dtype}
+// torch.Tensor, torch.nn.Parameter, the capsule with the table, torch.empty_strided, torch.empty_like,
+// {tilewise_dtype: torch.dtype}
 bool set_torch(nb::type_object tensor, nb::type_object parameter, nb::handle capsule, nb::object empty_strided,
-               const nb::dict& dtypes) {
+               nb::object empty_like, const nb::dict& dtypes) {
     const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (!api) throw nb::python_error();
     if (api->header.major != 1 || !api->tensor_of || !api->current_stream) return false;
@@ -81,6 +82,7 @@ bool set_torch(nb::type_object tensor, nb::type_object parameter, nb::handle cap
     made.tensor = reinterpret_cast<PyTypeObject*>(tensor.release().ptr());
     made.parameter = reinterpret_cast<PyTypeObject*>(parameter.release().ptr());
     made.empty_strided = empty_strided.release().ptr();
+    made.empty_like = empty_like.release().ptr();
     for (const auto& [number, dtype] : dtypes) {
         const int64_t n = to_int(number.ptr());
         if (n > 0 && n <= TILEWISE_UINT32) made.dtypes[static_cast<size_t>(n)] = dtype.inc_ref().ptr();
@@ -184,13 +186,28 @@ nb::object int_tuple(const int64_t* values, int32_t count) {
     return tuple;
 }
 
-// A new tensor. `shape` and `strides` of `what` are filled in already; its data is set here.
-nb::object allocate(tilewise_tensor& what, nb::handle device) {
-    PyObject* dtype = torch.dtypes[static_cast<size_t>(what.dtype)];
-    if (!dtype) return {};
-    const nb::object shape = int_tuple(what.shape, what.rank), strides = int_tuple(what.strides, what.rank);
-    PyObject* arguments[] = {shape.ptr(), strides.ptr(), dtype, device.ptr()};
-    nb::object tensor = nb::steal(PyObject_Vectorcall(torch.empty_strided, arguments, 2, torch.names));
+// A tensor and what was read of it.
+struct Beside {
+    nb::handle object;
+    const tilewise_tensor& tensor;
+};
+
+// A new tensor on the device of `beside`. `shape` and `strides` of `what` are filled in already; its data is set here.
+nb::object allocate(tilewise_tensor& what, const Beside& beside) {
+    const tilewise_tensor& b = beside.tensor;
+    nb::object tensor;
+    if (what.dtype == b.dtype && what.rank == b.rank && std::equal(b.shape, b.shape + b.rank, what.shape) &&
+        std::equal(b.strides, b.strides + b.rank, what.strides)) {  // the common case, in which torch is faster
+        tensor = nb::steal(PyObject_CallOneArg(torch.empty_like, beside.object.ptr()));
+    } else {
+        PyObject* dtype = torch.dtypes[static_cast<size_t>(what.dtype)];
+        if (!dtype) return {};
+        const nb::object device = nb::steal(PyObject_GetAttr(beside.object.ptr(), torch.device));
+        if (!device.is_valid()) throw nb::python_error();
+        const nb::object shape = int_tuple(what.shape, what.rank), strides = int_tuple(what.strides, what.rank);
+        PyObject* arguments[] = {shape.ptr(), strides.ptr(), dtype, device.ptr()};
+        tensor = nb::steal(PyObject_Vectorcall(torch.empty_strided, arguments, 2, torch.names));
+    }
     if (!tensor.is_valid()) throw nb::python_error();
     const std::optional<Read> seen = read(tensor);
     if (!seen) return {};  // a mode of torch gave something else
@@ -254,11 +271,11 @@ public:
             nb::object both = record(self, q, k, v);
             return want_lse ? both : nb::object(both[0]);
         }
-        const nb::object device = device_of(q);
+        const Beside beside{q, raw.q};
         tilewise_forward_args args;
         tilewise_forward_args_init(&args);
         args.o = in_order_of(raw.q, raw.v.shape[3]);
-        const nb::object o = out.is_none() ? allocate(args.o, device) : given(out, place, args.o);
+        const nb::object o = out.is_none() ? allocate(args.o, beside) : given(out, place, args.o);
         if (!o.is_valid()) return nb::none();
         nb::object sums;
         if (want_lse || !lse.is_none()) {
@@ -269,10 +286,10 @@ public:
             args.lse.shape[1] = raw.q.shape[heads_first ? 1 : 2];
             args.lse.shape[2] = raw.q.shape[heads_first ? 2 : 1];
             fill_row_major(args.lse);
-            sums = lse.is_none() ? allocate(args.lse, device) : given(lse, place, args.lse);
+            sums = lse.is_none() ? allocate(args.lse, beside) : given(lse, place, args.lse);
             if (!sums.is_valid()) return nb::none();
         }
-        const bool done = run(raw, false, place, device, workspace, [&](const Plan* plan, const Scratch& scratch) {
+        const bool done = run(raw, false, place, q, workspace, [&](const Plan* plan, const Scratch& scratch) {
             return plan ? tilewise_plan_forward(plan->raw, &raw, &args, scratch.data, scratch.bytes, scratch.stream)
                         : tilewise_forward(&raw, &args);
         });
@@ -295,16 +312,15 @@ public:
             if (!seen || seen->device != place) return nb::none();
             *target = seen->tensor;
         }
-        const nb::object device = device_of(q);
-        const auto gradient = [&](bool wanted, const tilewise_tensor& like, tilewise_tensor& target) -> nb::object {
+        const auto gradient = [](bool wanted, const Beside& like, tilewise_tensor& target) -> nb::object {
             if (!wanted) return nb::none();
-            target = in_order_of(like, like.shape[3]);
-            return allocate(target, device);
+            target = in_order_of(like.tensor, like.tensor.shape[3]);
+            return allocate(target, like);
         };
-        const nb::object dq = gradient(want_dq, raw.q, args.dq), dk = gradient(want_dk, raw.k, args.dk),
-                         dv = gradient(want_dv, raw.v, args.dv);
+        const nb::object dq = gradient(want_dq, {q, raw.q}, args.dq), dk = gradient(want_dk, {k, raw.k}, args.dk),
+                         dv = gradient(want_dv, {v, raw.v}, args.dv);
         if (!dq.is_valid() || !dk.is_valid() || !dv.is_valid()) return nb::none();
-        run(raw, true, place, device, nb::none(), [&](const Plan* plan, const Scratch& scratch) {
+        run(raw, true, place, q, nb::none(), [&](const Plan* plan, const Scratch& scratch) {
             return plan ? tilewise_plan_backward(plan->raw, &raw, &args, scratch.data, scratch.bytes, scratch.stream)
                         : tilewise_backward(&raw, &args);
         });
@@ -324,12 +340,6 @@ private:
         size_t bytes = 0;
         void* stream = nullptr;
     };
-
-    static nb::object device_of(nb::handle tensor) {
-        nb::object device = nb::steal(PyObject_GetAttr(tensor.ptr(), torch.device));
-        if (!device.is_valid()) throw nb::python_error();
-        return device;
-    }
 
     bool fill(tilewise_problem& raw, Device& place, nb::handle q, nb::handle k, nb::handle v) const {
         if (!torch.api) return false;
@@ -383,7 +393,7 @@ private:
 
     // Calls work(plan, scratch) without the GIL. False: the workspace needs the general way, which says what is wrong.
     template <class Work>
-    bool run(const tilewise_problem& raw, bool backward, Device place, nb::handle device, nb::handle workspace,
+    bool run(const tilewise_problem& raw, bool backward, Device place, nb::handle q, nb::handle workspace,
              const Work& work) {
         if (!plan_ && !place.cuda()) {
             run_without_gil([&] { return work(nullptr, Scratch{}); });
@@ -408,7 +418,7 @@ private:
             tilewise_tensor bytes_of{};
             bytes_of.dtype = TILEWISE_UINT8, bytes_of.rank = 1;
             bytes_of.shape[0] = static_cast<int64_t>(bytes), bytes_of.strides[0] = 1;
-            memory = allocate(bytes_of, device);
+            memory = allocate(bytes_of, {q, raw.q});
             if (!memory.is_valid()) return false;
             scratch.data = bytes_of.data, scratch.bytes = bytes;
         } else if (bytes > 0) {
@@ -524,7 +534,7 @@ QuickCalls& quick_calls() {
 
 void bind_quick(nb::module_& m) {
     m.def("set_torch", &set_torch, nb::arg("tensor"), nb::arg("parameter"), nb::arg("exchange_api"),
-          nb::arg("empty_strided"), nb::arg("dtypes"));
+          nb::arg("empty_strided"), nb::arg("empty_like"), nb::arg("dtypes"));
     m.def(
         "axes_by_stride",
         [](nb::handle shape, nb::handle strides) {

@@ -59,7 +59,7 @@ def _introduce() -> bool:
     if api is None or not hasattr(torch._C, "_is_any_autocast_enabled"):
         return False
     dtypes = {number: dtype for dtype, number in torch_dtypes().items()}
-    return _ext.set_torch(torch.Tensor, torch.nn.Parameter, api, torch.empty_strided, dtypes)
+    return _ext.set_torch(torch.Tensor, torch.nn.Parameter, api, torch.empty_strided, torch.empty_like, dtypes)
 
 
 _has_quick_calls: Final = _introduce()

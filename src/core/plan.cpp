@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <optional>
 #include <string_view>
 
 namespace tilewise::core {
@@ -95,6 +97,21 @@ void check_size(const Args& args, const char* what) {
     }
 }
 
+// Everything of a problem that a workspace can depend on, but for what is behind pointers: of addresses only how they
+// are aligned remains. With arrays it depends on more.
+std::optional<tilewise_problem> memo_of(const tilewise_problem& raw) {
+    if (raw.num_arrays > 0 || raw.num_scalars > 0) return {};
+    tilewise_problem memo;
+    std::memcpy(static_cast<void*>(&memo), &raw, sizeof memo);  // gaps between fields included: they are compared too
+    for (tilewise_tensor* tensor : {&memo.q, &memo.k, &memo.v, &memo.bias, &memo.alibi_slopes, &memo.sinks,
+                                    &memo.cu_seqlens_q, &memo.cu_seqlens_kv, &memo.seqused_q, &memo.seqused_kv,
+                                    &memo.leftpad_kv, &memo.q_offset, &memo.seed_offset}) {
+        tensor->data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor->data) % 256);
+    }
+    memo.seed = memo.offset = 0;
+    return memo;
+}
+
 }  // namespace
 
 Plan::Plan(const tilewise_problem& problem, Pass pass) : pass_(pass) {
@@ -125,6 +142,21 @@ Problem Plan::checked_problem(const tilewise_problem& raw) const {
     return problem;
 }
 
+size_t Plan::need(const tilewise_problem& raw, const Problem& problem) const {
+    const auto memo = memo_of(raw);
+    if (!memo || !problem.device.is_cuda())  // on the CPU it also depends on the number of threads
+        return choice_.implementation->workspace_bytes(problem, pass_);
+    {
+        const std::lock_guard lock(last_->mutex);
+        if (std::memcmp(&last_->problem, &*memo, sizeof *memo) == 0) return last_->need;
+    }
+    const size_t bytes = choice_.implementation->workspace_bytes(problem, pass_);
+    const std::lock_guard lock(last_->mutex);
+    std::memcpy(static_cast<void*>(&last_->problem), &*memo, sizeof *memo);
+    last_->need = bytes;
+    return bytes;
+}
+
 size_t Plan::workspace_bytes_for(const tilewise_problem& raw) const {
     return choice_.implementation->workspace_bytes(checked_problem(raw), pass_);
 }
@@ -138,7 +170,7 @@ Problem Plan::problem_to_run(const tilewise_problem& raw, Pass pass, Workspace w
     if (!problem.device.is_cuda() && workspace.stream != nullptr) {
         refuse("stream", "a stream", "NULL: this plan runs on the CPU");
     }
-    const size_t need = choice_.implementation->workspace_bytes(problem, pass);
+    const size_t need = this->need(raw, problem);
     if (need > 0 && reinterpret_cast<uintptr_t>(workspace.data) % kAlignment != 0) {
         refuse("workspace", "an address that is not a multiple of 64", "64-byte alignment");
     }

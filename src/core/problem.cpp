@@ -210,6 +210,7 @@ void refuse_overlap_with_inputs(const Array& output, const char* argument, const
     if (!output) return;
     require_distinct(output, argument);
     const auto against = [&](const tilewise_tensor& tensor, const char* input) {
+        if (tensor.dtype == TILEWISE_NONE) return;
         refuse_overlap(output, argument, make_array(tensor, input), input);
     };
     against(raw.q, "q"), against(raw.k, "k"), against(raw.v, "v");

@@ -190,6 +190,7 @@ Call::Call(const Problem& p, const jit::MaskProgram& mask, Arena& arena, int64_t
         const int64_t blocks = ceil_div(array.size(), kSummary);
         if (blocks > 0) gather_summaries_[static_cast<size_t>(k)].data = static_cast<double*>(arena.take(blocks * 24));
     }
+    mask_data_.reserve(1024);  // what most calls need: it grows no further
     append_all(mask_data_, masks_);
     append_all(mask_data_, arrays_);
     append_all(mask_data_, gather_summaries_);

@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "device.hpp"
 #include "tilewise/abi.h"
 
 namespace tilewise::cuda {
@@ -56,10 +57,34 @@ std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
     return programs.emplace(std::move(id), std::move(program)).first->second;
 }
 
+const Function* Program::known(const std::string& what) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = functions_.find(what);
+    return found == functions_.end() ? nullptr : found->second;
+}
+
+void Program::keep(const std::string& what, const Function& function) const {
+    const std::lock_guard lock(mutex_);
+    functions_.emplace(what, &function);
+}
+
 const Function& kernel(const Problem& p, const Program& program, const char* file, const char* entry,
                        const jit::OptionSpec& options, const jit::Constants& constants) {
-    return function(p.device.index, file + jit::text_of(options, constants) + " " + program.key, entry,
-                    [&] { return jit::attention_source(file, options, constants, p, program.mask); });
+    device_info(p.device.index);  // in a child of fork this throws
+    // A short key first: the name of the module is a long text, and takes longer to make than the launch itself.
+    const auto& [dtype, softcap, bias, slopes, sinks, dropout, score_mod] = options;
+    std::string key = std::string(file) + ':' + entry;
+    for (const int n : {p.device.index, static_cast<int>(dtype), int{softcap}, int{bias}, int{slopes}, int{sinks},
+                        int{dropout}, int{score_mod}}) {
+        key.append(reinterpret_cast<const char*>(&n), sizeof n);
+    }
+    for (const jit::Constant& constant : constants)
+        key.append(reinterpret_cast<const char*>(&constant.value), sizeof constant.value);
+    if (const Function* known = program.known(key)) return *known;
+    const Function& found = function(p.device.index, file + jit::text_of(options, constants) + " " + program.key, entry,
+                                     [&] { return jit::attention_source(file, options, constants, p, program.mask); });
+    program.keep(key, found);
+    return found;
 }
 
 std::string parameters_fit(const Problem& p, const Program& program, Pass pass, size_t fixed) {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_map>
 
 #include "jit/attention_source.hpp"
 #include "module.hpp"
@@ -22,10 +23,14 @@ struct Program {
 
     // True once for every name: who finds it so may compile several modules side by side.
     bool first_time(const std::string& name) const;
+    // What was kept under this text, or null.
+    const Function* known(const std::string& what) const;
+    void keep(const std::string& what, const Function& function) const;
 
 private:
     mutable std::mutex mutex_;
     mutable std::set<std::string> seen_;
+    mutable std::unordered_map<std::string, const Function*> functions_;  // which stay where they are, for good
 };
 
 std::shared_ptr<const Program> program_of(const core::Problem& problem, core::Pass pass);

@@ -340,7 +340,10 @@ def test_threads():
 
 
 def test_nothing_leaks_at_exit():
-    code = "import torch, tilewise; q = torch.ones(1, 2, 1, 4); [tilewise.attention(q, q, q) for _ in range(2)]"
+    code = (
+        "import torch, tilewise; q = torch.ones(1, 2, 1, 4, requires_grad=True); "
+        "o = [tilewise.attention(q, q, q) for _ in range(2)]"  # whose graphs are there to the end
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "python")
     assert done.returncode == 0 and done.stderr == ""
 
@@ -452,7 +455,9 @@ made = []
 def empty_strided(shape, strides, *, dtype, device):
     made.append((tuple(shape), str(dtype)))
     return torch.empty_strided(shape, strides, dtype=dtype).fill_(7 if dtype.is_floating_point else 77)
-assert _ext.set_torch(torch.Tensor, torch.nn.Parameter, new(ctypes.addressof(api), NAME, None), empty_strided, dtypes)
+def empty_like(tensor):
+    return torch.empty_like(tensor).fill_(7)
+assert _ext.set_torch(torch.Tensor, torch.nn.Parameter, new(ctypes.addressof(api), NAME, None), empty_strided, empty_like, dtypes)
 
 torch.manual_seed(0)
 q, k, v = torch.randn(2, 70, 4, 16), torch.randn(2, 90, 2, 16), torch.randn(2, 90, 2, 8)
@@ -477,7 +482,29 @@ longer = quick.forward(torch.cat([q, q], 1), k, v, False, None)
 after = _ext.num_plans()
 _ext.clear_plans()
 quick.forward(q, k, v, False, None)
+# A plan remembers the workspace of its last run, and must not take it for that of a longer problem.
+def on_gpu(*arrays):
+    problem = Call(*arrays, causal=True, softcap=5.0).problem()
+    problem.device_type = 1
+    return problem
+def backward(q, k, v):
+    o, lse, _ = tilewise.attention_forward(q, k, v, causal=True, softcap=5.0)
+    arrays = [o, o, lse, None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None, None]
+    views = [x if x is None else tilewise.as_view(x) for x in arrays]
+    plan.backward(on_gpu(q, k, v), views, [], address, size, 0)
+plan = _ext.Plan(on_gpu(q, k, v), True)
+size = plan.workspace_bytes
+memory = torch.empty(size + 64, dtype=torch.uint8)
+address = (memory.data_ptr() + 63) // 64 * 64
+refused = []
+for n in (1, 1, 2, 2, 1):
+    try:
+        backward(torch.cat([q] * n, 1), k, v)
+        refused.append(False)
+    except tilewise.InvalidArgumentError as error:
+        refused.append("workspace" in str(error))
 print(json.dumps({
+    "refused": refused,
     "worst": worst, "streams": sorted(set(streams)), "plans": [plans, after, _ext.num_plans()],
     "only": [x is not None for x in only], "shape": list(longer.shape), "scratch": sum(d == "torch.uint8" for _, d in made),
 }))
@@ -500,6 +527,7 @@ def test_on_the_fake_gpu(tmp_path):
     seen = json.loads(done.stdout)
     assert set(seen["worst"]) == {"o", "lse", "dq", "dk", "dv"}
     assert all(error < 2e-5 for error in seen["worst"].values()), seen
+    assert seen["refused"] == [False, False, True, True, False]
     assert seen["streams"] == [[2, 0]]
     assert seen["plans"] == [2, 2, 1]  # one for each pass, for all lengths; made anew when they were cleared
     assert seen["only"] == [False, True, False] and seen["shape"] == [2, 140, 4, 8]
@@ -511,6 +539,6 @@ def test_a_table_of_another_version_is_not_used():
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     capsule = new(ctypes.addressof(header), b"dlpack_exchange_api", None)
-    assert not _ext.set_torch(torch.Tensor, torch.nn.Parameter, capsule, torch.empty_strided, {})
+    assert not _ext.set_torch(torch.Tensor, torch.nn.Parameter, capsule, torch.empty_strided, torch.empty_like, {})
     q, k, v = qkv()
     same(tilewise.attention(q, k, v), tilewise.attention(q, k, v))
