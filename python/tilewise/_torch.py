@@ -51,6 +51,7 @@ _modes: Final = torch._C._len_torch_dispatch_stack
 _transforms: Final = torch._C._are_functorch_transforms_active
 _deterministic: Final = torch.are_deterministic_algorithms_enabled
 _grad_enabled: Final = torch.is_grad_enabled
+_forward_ad: Final = torch.autograd.forward_ad
 
 
 def _introduce() -> bool:
@@ -70,7 +71,7 @@ atexit.register(_ext.clear_quick_calls)  # they are objects of an interpreter th
 def _eager() -> bool:
     """Whether tensors are what they seem: no compiler, mode, transform or forward-mode level is about. (To a compiler the
     first question is a constant, and it does not look further.)"""
-    return not (_is_compiling() or _modes() or _transforms() or torch.autograd.forward_ad._current_level >= 0)
+    return not (_is_compiling() or _modes() or _transforms() or _forward_ad._current_level >= 0)
 
 
 def quick_plan(plan: _ext.Plan, problem: _ext.Problem, options: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -82,6 +82,7 @@ Constants parse_config(const std::string& text) {
 
 int tuned(const std::string& family, const std::string& name, int fallback) {
     static const Constants constants = parse_config(env("TILEWISE_CONFIG"));
+    if (constants.empty()) return fallback;  // as nearly always, and every call asks
     const auto found = constants.find(family + ":" + name);
     return found == constants.end() ? fallback : found->second;
 }

@@ -14,21 +14,21 @@ using core::Problem;
 
 namespace {
 
-// Everything that Program is made from, as text.
+// Everything that Program is made from. Numbers as bytes: every call makes it anew.
 std::string identity(const Problem& p, Pass pass) {
+    std::string key;
+    const auto add = [&key](int64_t n) { key.append(reinterpret_cast<const char*>(&n), sizeof n); };
     // Bands are run-time numbers of the program, so they belong to its identity, though not to the text of the kernel.
-    std::string text = std::string(pass == Pass::forward ? "fwd" : "bwd") + " band " + std::to_string(p.causal) + " " +
-                       std::to_string(p.window_left) + " " + std::to_string(p.window_right) + " " +
-                       std::to_string(p.chunk);
-    for (const core::Array& a : p.arrays) {
-        text += " " + std::to_string(static_cast<int>(a.dtype)) + ":" + std::to_string(a.rank);
-        if (a.rank > 0)
-            text += "x" + std::to_string(a.shape[static_cast<size_t>(a.rank - 1)] <= 4
-                                             ? a.shape[static_cast<size_t>(a.rank - 1)]
-                                             : 0);
+    for (const int64_t n : {static_cast<int64_t>(pass), int64_t{p.causal}, p.window_left, p.window_right, p.chunk,
+                            int64_t{p.packed_q}, int64_t{p.packed_kv}, static_cast<int64_t>(p.scalars.size()),
+                            static_cast<int64_t>(p.arrays.size()), static_cast<int64_t>(p.mask.size())}) {
+        add(n);
     }
-    return text + " " + std::to_string(p.packed_q) + std::to_string(p.packed_kv) + " " +
-           std::to_string(p.scalars.size()) + "\n" + p.mask + "\n" + p.score_mod;
+    for (const core::Array& a : p.arrays) {
+        const int64_t last = a.rank > 0 ? a.shape[static_cast<size_t>(a.rank - 1)] : 0;
+        add(static_cast<int64_t>(a.dtype)), add(a.rank), add(last <= 4 ? last : 0);
+    }
+    return key.append(p.mask).append(p.score_mod);
 }
 
 }  // namespace
