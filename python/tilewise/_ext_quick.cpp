@@ -9,6 +9,7 @@
 //
 // Everything here runs with the GIL, which guards what is kept, until the work itself is done.
 #include <array>
+#include <bit>
 #include <cstring>
 #include <optional>
 
@@ -229,7 +230,7 @@ tilewise_tensor in_order_of(const tilewise_tensor& like, int64_t last) {
     out.dtype = like.dtype;
     out.rank = like.rank;
     std::copy_n(like.shape, like.rank, out.shape);
-    out.shape[like.rank - 1] = last;
+    out.shape[std::max(like.rank, 1) - 1] = last;
     if (is_contiguous(like)) {
         fill_row_major(out);
         return out;
@@ -463,10 +464,8 @@ size_t hash_of(PyObject* value) {  // of a plain one
 bool same(PyObject* a, PyObject* b) {
     if (a == b) return true;
     if (Py_TYPE(a) != Py_TYPE(b)) return false;
-    if (PyFloat_CheckExact(a)) {
-        const double x = PyFloat_AS_DOUBLE(a), y = PyFloat_AS_DOUBLE(b);
-        return std::memcmp(&x, &y, sizeof x) == 0;
-    }
+    if (PyFloat_CheckExact(a))
+        return std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(a)) == std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(b));
     const int equal = PyObject_RichCompareBool(a, b, Py_EQ);
     if (equal < 0) throw nb::python_error();
     return equal == 1;

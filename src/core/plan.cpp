@@ -106,7 +106,8 @@ std::optional<tilewise_problem> memo_of(const tilewise_problem& raw) {
     for (tilewise_tensor* tensor : {&memo.q, &memo.k, &memo.v, &memo.bias, &memo.alibi_slopes, &memo.sinks,
                                     &memo.cu_seqlens_q, &memo.cu_seqlens_kv, &memo.seqused_q, &memo.seqused_kv,
                                     &memo.leftpad_kv, &memo.q_offset, &memo.seed_offset}) {
-        tensor->data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor->data) % 256);
+        tensor->data =  // NOLINTNEXTLINE(performance-no-int-to-ptr): it is compared, never followed
+            reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor->data) % 256);
     }
     memo.seed = memo.offset = 0;
     return memo;
@@ -148,6 +149,8 @@ size_t Plan::need(const tilewise_problem& raw, const Problem& problem) const {
         return choice_.implementation->workspace_bytes(problem, pass_);
     {
         const std::lock_guard lock(last_->mutex);
+        // Equal bytes are equal problems; the reverse does not hold, and need not.
+        // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
         if (std::memcmp(&last_->problem, &*memo, sizeof *memo) == 0) return last_->need;
     }
     const size_t bytes = choice_.implementation->workspace_bytes(problem, pass_);
