@@ -12,8 +12,7 @@
 //
 // r follows the running maximum only when that has grown by more than 8 (in powers of two), since P up to 2^8 loses
 // nothing in floating point: o is rescaled a few times per row, not once per tile. At the end o / l and
-// lse = r + log l are written. With kAhead the scores of the next tile are multiplied while this one is
-// exponentiated, so that tensor cores and exp units work at the same time.
+// lse = r + log l are written.
 //
 // grid.x: heads, and tiles of queries in them; grid.y: pieces of kColumns of head_dim_v; grid.z: splits of the keys, each
 // of which leaves its own o and lse to combine.cu.
@@ -34,12 +33,33 @@ constexpr float kHeadroom = 8;
 using Scores = float[kMTiles][kTileKV / 8][4];
 using Output = float[kMTiles][kColumns / 8][4];
 
+struct __align__(16) KeyRange {
+    int begin, end;            // keys that some row sees
+    int full_begin, full_end;  // keys that every row sees, if they are in [begin, end)
+};
+
+// Numbers that stay the same for all tiles are in shared memory: compilers would rather compute them again for every tile
+// than keep them in registers, and that takes longer than the exponentials.
+struct __align__(16) WarpConstants {
+    KeyRange keys;  // bands: of the rows of this warp
+    int first, count;  // bands: the first tile, and how many there are
+    int whole_end;     // tiles that end here or before can be copied without a check of every row and column
+};
+struct __align__(16) ThreadConstants {
+    const Half *k, *v;       // what this thread copies first, from row 0 on
+    int k_offset, v_offset;  // and to where in a tile
+};
+
 struct Shared {
     Half q[kTileQ][kQPitch];
     Half k[2][kTileKV][kDimsQK + kPad];
     Half v[2][kTileKV][kColumns + kPad];
     int list[kBands ? 1 : kThreads];  // where tiles to work on start, and their class in the low two bits
     int warp_counts[kBands ? 1 : kWarps];
+    WarpConstants warps[kWarps];
+    TileSource<kDimsQK> k_source;
+    TileSource<kColumns> v_source;
+    ThreadConstants threads[kThreads];
     float elements[kRolled ? kElements : 1][kThreads];  // of each thread, where scores are finished one by one
 };
 static_assert(sizeof(Shared) <= kSharedBytes, "the host asks for kSharedBytes");
@@ -96,42 +116,26 @@ TW_DEVICE void clear(Scores& s) {
     }
 }
 
-// Step d of kDepthSteps of S = Q K^T.
-TW_DEVICE void multiply_scores_step(Scores& s, const Queries& queries, const Shared& shared, int stage, int d) {
-    Word a[kMTiles][4];
-    queries.get(a, shared, d);
+// S = Q K^T. Fragments are read kReadAhead products before they are needed: shared memory takes its time.
+TW_DEVICE void multiply_scores(Scores& s, const Queries& queries, const Shared& shared, int stage) {
+    constexpr int kProducts = kDepthSteps * kKeySteps, kRing = kReadAhead + 1;
+    Word a[2][kMTiles][4], b[kRing][4];
+    const auto read = [&](int g) {
+        if (g % kKeySteps == 0) queries.get(a[g / kKeySteps % 2], shared, g / kKeySteps);
+        load_b(b[g % kRing], shared.k[stage], g % kKeySteps * 16, g / kKeySteps * 16);
+    };
+    clear(s);
 #pragma unroll
-    for (int n = 0; n < kKeySteps; ++n) {
-        Word b[4];
-        load_b(b, shared.k[stage], n * 16, d * 16);
+    for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-            mma(s[m][2 * n], a[m], b[0], b[1]);
-            mma(s[m][2 * n + 1], a[m], b[2], b[3]);
-        }
-    }
-}
-
-// o += P V; P is rounded to the dtype of V.
-TW_DEVICE void multiply_output(Output& o, const Scores& p, const Shared& shared, int stage) {
-#pragma unroll
-    for (int j = 0; j < kKeySteps; ++j) {
-        Word a[kMTiles][4];
+    for (int g = 0; g < kProducts; ++g) {
+        if (g + kReadAhead < kProducts) read(g + kReadAhead);
+        const Word(&right)[4] = b[g % kRing];
+        const int n = g % kKeySteps;
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
-            const float(&left)[4] = p[m][2 * j], (&right)[4] = p[m][2 * j + 1];
-            a[m][0] = pack(left[0], left[1]), a[m][1] = pack(left[2], left[3]);
-            a[m][2] = pack(right[0], right[1]), a[m][3] = pack(right[2], right[3]);
-        }
-#pragma unroll
-        for (int n = 0; n < kColumns / 16; ++n) {
-            Word b[4];
-            load_b_transposed(b, shared.v[stage], j * 16, n * 16);
-#pragma unroll
-            for (int m = 0; m < kMTiles; ++m) {
-                mma(o[m][2 * n], a[m], b[0], b[1]);
-                mma(o[m][2 * n + 1], a[m], b[2], b[3]);
-            }
+            mma(s[m][2 * n], a[g / kKeySteps % 2][m], right[0], right[1]);
+            mma(s[m][2 * n + 1], a[g / kKeySteps % 2][m], right[2], right[3]);
         }
     }
 }
@@ -193,16 +197,11 @@ struct Softmax {
         return all;
     }
 
-    // Fragments [begin, end) of the kMTiles * kTileKV / 8.
-    __device__ __forceinline__ void exponentiate(Scores& s, const Shifts& shifts, int begin, int end) {
+    // A fragment of rows 2 m and 2 m + 1.
+    __device__ __forceinline__ void exponentiate(float (&s)[4], const Shifts& shifts, int m) {
 #pragma unroll
-        for (int f = begin; f < end; ++f) {
-            const int m = f / (kTileKV / 8), n = f % (kTileKV / 8);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[m][n][e] = exp2_fast(s[m][n][e] * scale - shifts.of[2 * m + e / 2]);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) sum[2 * m + half] += s[m][n][2 * half] + s[m][n][2 * half + 1];
-        }
+        for (int e = 0; e < 4; ++e) s[e] = exp2_fast(s[e] * scale - shifts.of[2 * m + e / 2]);
+        sum[2 * m] += s[0] + s[1], sum[2 * m + 1] += s[2] + s[3];
     }
 
     __device__ __forceinline__ float row_sum(int r) const {
@@ -210,6 +209,56 @@ struct Softmax {
         return two + __shfl_xor_sync(0xffffffffu, two, 2);
     }
 };
+
+constexpr int kFragments = kMTiles * kTileKV / 8;
+
+TW_DEVICE void exponentiate_all(Scores& s, Softmax& softmax) {
+    const Shifts shifts = softmax.shifts();
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) softmax.exponentiate(s[f / (kTileKV / 8)][f % (kTileKV / 8)], shifts, f / (kTileKV / 8));
+}
+
+// o += P V; P is rounded to the dtype of V. With kExponentiate, P is still what exponentiate() takes: exp units work on
+// the keys of the next step while tensor cores work on these.
+template <bool kExponentiate>
+TW_DEVICE void multiply_output(Output& o, Scores& p, Softmax& softmax, const Shared& shared, int stage) {
+    constexpr int kSteps = kColumns / 16;
+    const Shifts shifts = softmax.shifts();
+    const auto exponentiate = [&](int step, int part, int parts) {  // of 2 kMTiles fragments
+#pragma unroll
+        for (int f = part * 2 * kMTiles / parts; f < (part + 1) * 2 * kMTiles / parts; ++f) {
+            softmax.exponentiate(p[f / 2][2 * step + f % 2], shifts, f / 2);
+        }
+    };
+    if constexpr (kExponentiate) exponentiate(0, 0, 1);
+    constexpr int kProducts = kKeySteps * kSteps, kRing = kReadAhead + 1;
+    Word a[kMTiles][4], b[kRing][4];
+    const auto read = [&](int g) { load_b_transposed(b[g % kRing], shared.v[stage], g / kSteps * 16, g % kSteps * 16); };
+#pragma unroll
+    for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
+#pragma unroll
+    for (int g = 0; g < kProducts; ++g) {
+        const int j = g / kSteps, n = g % kSteps;
+        if (g + kReadAhead < kProducts) read(g + kReadAhead);
+        if (n == 0) {
+#pragma unroll
+            for (int m = 0; m < kMTiles; ++m) {
+                const float(&left)[4] = p[m][2 * j], (&right)[4] = p[m][2 * j + 1];
+                a[m][0] = pack(left[0], left[1]), a[m][1] = pack(left[2], left[3]);
+                a[m][2] = pack(right[0], right[1]), a[m][3] = pack(right[2], right[3]);
+            }
+        }
+        const Word(&right)[4] = b[g % kRing];
+#pragma unroll
+        for (int m = 0; m < kMTiles; ++m) {
+            mma(o[m][2 * n], a[m], right[0], right[1]);
+            mma(o[m][2 * n + 1], a[m], right[2], right[3]);
+        }
+        if constexpr (kExponentiate) {
+            if (j + 1 < kKeySteps) exponentiate(j + 1, n, kSteps);
+        }
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
@@ -233,7 +282,7 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
                              int tile_class) {
     const Site& site = block.site;
     constexpr bool kByElement = kBias || kScoreMod;  // each score takes more than a few instructions
-    if (kRolled && (kByElement || (!kBands && tile_class != kFull))) {
+    if (kRolled && (kByElement || (!kBands && !kDocuments && tile_class != kFull))) {
         // A loop that is not unrolled: a hundred copies of a long expression would take longer to compile than most
         // problems take to run.
         float* const mine = &shared.elements[0][threadIdx.x];
@@ -270,20 +319,40 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
             }
         }
     }
-    if (kBands && tile_class != kFull) {
+    if ((kBands || kDocuments) && tile_class != kFull) {
+        // Bit n of seen[r][c] says whether row r sees column 8 n + c of those that this thread has.
+        Word seen[kRowsPerThread][2];
+        Int document[kRowsPerThread];
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
-            const Int i = block.query(row_of(r));
+            const Int i = minimum(block.query(row_of(r)), site.q_len - 1);
             const Range keys = key_hull(block.p, score.mask, site, i, i + 1);
             const int first = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV)) - column_of(0, 0);
             const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
 #pragma unroll
+            for (int c = 0; c < 2; ++c) seen[r][c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
+            if constexpr (kDocuments) document[r] = query_document(score.mask, site, i);
+        }
+        if constexpr (kDocuments) {
+#pragma unroll
             for (int c = 0; c < 2; ++c) {
-                // Bit n says whether the row sees column 8 n + c of those that this thread has.
-                const Word seen = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
+#pragma unroll 4
+                for (int n = 0; n < kTileKV / 8; ++n) {
+                    const Int id = key_document(score.mask, site, minimum(j0 + column_of(n, c), site.kv_len - 1));
+#pragma unroll
+                    for (int r = 0; r < kRowsPerThread; ++r) {
+                        if (id != document[r] || id < 0) seen[r][c] &= ~(1u << n);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsPerThread; ++r) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
 #pragma unroll
                 for (int n = 0; n < kTileKV / 8; ++n) {
-                    if (!(seen >> n & 1u)) s[r / 2][n][r % 2 * 2 + c] = -Limits<float>::infinity();
+                    if (!(seen[r][c] >> n & 1u)) s[r / 2][n][r % 2 * 2 + c] = -Limits<float>::infinity();
                 }
             }
         }
@@ -312,18 +381,18 @@ TW_DEVICE void drop(Scores& p, const Philox& philox, const Block& block, Int j0)
     }
 }
 
+// What rows [first, last] of a block see; bands.
+TW_DEVICE KeyRange keys_of(const Block& block, const MaskData& mask, int first, int last) {
+    const Site& site = block.site;
+    const Int i0 = minimum(block.query(first), site.q_len - 1), i1 = minimum(block.query(last), site.q_len - 1);
+    const Range low = key_hull(block.p, mask, site, i0, i0 + 1), high = key_hull(block.p, mask, site, i1, i1 + 1);
+    return {static_cast<int>(low.begin), static_cast<int>(high.end), static_cast<int>(high.begin), static_cast<int>(low.end)};
+}
+
 // The tiles of keys that a block works on, a number of them at a time.
 struct Tiles {
-    int begin, end;            // keys that some row sees
-    int full_begin, full_end;  // keys that every row sees, if they are in [begin, end)
-    int chunk, count;          // where the tiles at hand start, and how many of them are not skipped
-
-    // Of rows [first, last] of a block.
-    TW_DEVICE Tiles make(const Block& block, const MaskData& mask, int first, int last) {
-        const Int i0 = minimum(block.query(first), block.site.q_len - 1), i1 = minimum(block.query(last), block.site.q_len - 1);
-        const Range low = key_hull(block.p, mask, block.site, i0, i0 + 1), high = key_hull(block.p, mask, block.site, i1, i1 + 1);
-        return {static_cast<int>(low.begin), static_cast<int>(high.end), static_cast<int>(high.begin), static_cast<int>(low.end), 0, 0};
-    }
+    int begin, end;    // keys that some row sees
+    int chunk, count;  // where the tiles at hand start, and how many of them are not skipped
 
     // All threads get the same; false when there are no more tiles.
     __device__ __forceinline__ bool next(const Block& block, const MaskData& mask, Shared& shared, bool first) {
@@ -349,16 +418,6 @@ struct Tiles {
             __syncthreads();
         }
         return true;
-    }
-    __device__ __forceinline__ int start(const Shared& shared, int n) const {
-        return kBands ? chunk + n * kTileKV : shared.list[n] & ~3;
-    }
-    __device__ __forceinline__ int class_of(const Shared& shared, int n) const {
-        if constexpr (!kBands) return shared.list[n] & 3;
-        return class_of_start(start(shared, n));
-    }
-    __device__ __forceinline__ int class_of_start(int j0) const {  // bands
-        return j0 >= full_begin && j0 + kTileKV <= full_end ? kFull : j0 + kTileKV <= begin || j0 >= end ? kSkip : kPartial;
     }
 };
 
@@ -400,9 +459,11 @@ TW_DEVICE Half* output_row(const Params& params, const Block& block, int row) {
 }
 
 // The rows of a warp again, one by one and without tensor cores, which take 0 times infinity for NaN: what a row does not
-// see must not touch it. For blocks whose o is not finite and that have hidden keys.
+// see must not touch it. For warps whose o is not finite.
 TW_DEVICE void attend_with_care(const Params& params, const Block& block, const ScoreContext& score, const Philox& philox,
-                                const Tiles& walk, const TileSource& k, const TileSource& v, const Shared& shared) {
+                                const Tiles& walk, const Shared& shared) {
+    const TileSource<kDimsQK>& k = shared.k_source;
+    const TileSource<kColumns>& v = shared.v_source;
     constexpr int kParts = (kColumns + 31) / 32;
     const int lane = lane_id(), first = warp_id() * 16 * kMTiles;
 #pragma unroll 1
@@ -478,26 +539,58 @@ TW_KERNEL(fwd_mma, Params, params) {
     const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
 
     const int first_row = warp_id() * 16 * kMTiles;
-    Tiles walk = Tiles::make(block, params.mask, 0, rows - 1);
-    const Tiles warp_walk = Tiles::make(block, params.mask, first_row, first_row + 16 * kMTiles - 1);  // of this warp's rows
+    const KeyRange seen = keys_of(block, params.mask, 0, rows - 1);
+    Tiles walk{seen.begin, seen.end, 0, 0};
     if (kSplit) {
         const int size = static_cast<int>(params.split.keys), z = static_cast<int>(blockIdx.z);
         if (z * size > walk.begin) walk.begin = z * size;
         if ((z + 1) * size < walk.end && z + 1 < static_cast<int>(gridDim.z)) walk.end = (z + 1) * size;
     }
 
-    const TileSource k = TileSource::make(p.k, b_kv, site.kv_row0, site.head_kv, 0, site.kv_len, p.head_dim_qk);
-    const TileSource v = TileSource::make(p.v, b_kv, site.kv_row0, site.head_kv, c0, site.kv_len, p.head_dim_v);
-    const auto copy_k = [&](int n) { copy_tile<kTileKV, kDimsQK>(shared.k[n % 2], k.from(walk.start(shared, n))); };
-    const auto copy_v = [&](int n) { copy_tile<kTileKV, kColumns>(shared.v[n % 2], v.from(walk.start(shared, n))); };
+    const auto k = TileSource<kDimsQK>::make(p.k, b_kv, site.kv_row0, site.head_kv, 0, site.kv_len, p.head_dim_qk);
+    const auto v = TileSource<kColumns>::make(p.v, b_kv, site.kv_row0, site.head_kv, c0, site.kv_len, p.head_dim_v);
+    if (lane_id() == 0) {
+        const int first = walk.begin / kTileKV * kTileKV;
+        const bool whole = copies_whole<kDimsQK, kTileKV>(k) && copies_whole<kColumns, kTileKV>(v);
+        shared.warps[warp_id()] = {keys_of(block, params.mask, first_row, first_row + 16 * kMTiles - 1), first,
+                                   (walk.end - first + kTileKV - 1) / kTileKV, whole ? k.count : 0};
+    }
+    shared.threads[threadIdx.x] = {k.mine(), v.mine(), k.my_offset(kDimsQK + kPad), v.my_offset(kColumns + kPad)};
+    if (threadIdx.x == 0) shared.k_source = k, shared.v_source = v;
+    // Number n of the tiles at hand.
+    const auto start_of = [&](int n) { return kBands ? shared.warps[warp_id()].first + n * kTileKV : shared.list[n] & ~3; };
+    const auto count = [&] { return kBands ? shared.warps[warp_id()].count : walk.count; };
+    const auto class_of = [&](int n, const WarpConstants& now) {  // for this warp
+        if constexpr (!kBands) return shared.list[n] & 3;
+        const KeyRange keys = now.keys;
+        const int j0 = now.first + n * kTileKV;
+        if (j0 >= keys.full_begin && j0 + kTileKV <= keys.full_end) return static_cast<int>(kFull);
+        return static_cast<int>(j0 + kTileKV <= keys.begin || j0 >= keys.end ? kSkip : kPartial);
+    };
+    const auto copy_k_and_v = [&](int n, const WarpConstants& now, const ThreadConstants& mine) {
+        const int start = kBands ? now.first + n * kTileKV : start_of(n);
+        if (start + kTileKV <= now.whole_end) {
+            copy_whole_tile<kDimsQK>(shared.k[n % 2], mine.k_offset, mine.k + start * p.k.row, p.k.row);
+            copy_whole_tile<kColumns>(shared.v[n % 2], mine.v_offset, mine.v + start * p.v.row, p.v.row);
+        } else {
+            copy_tile(shared.k[n % 2], shared.k_source, start);
+            copy_tile(shared.v[n % 2], shared.v_source, start);
+        }
+        commit_copies();
+    };
     {
-        constexpr int kChunks = kDimsQK / 8;
-#pragma unroll 2
-        for (int n = threadIdx.x; n < kTileQ * kChunks; n += kThreads) {
-            const int r = n / kChunks, c = n % kChunks * 8;
-            const Half* const row = static_cast<const Half*>(p.q.data) + b_q * p.q.batch +
-                                    (site.q_row0 + block.query(r)) * p.q.row + block.head(r) * p.q.head;
-            copy_chunk(&shared.q[r][c], row + c * p.q.dim, p.q.dim, r < rows ? static_cast<int>(p.head_dim_qk) - c : 0);
+        const auto q = TileSource<kDimsQK>::make(p.q, b_q, site.q_row0 + block.i0, h, 0, rows, p.head_dim_qk);
+        if (!kPackGQA && rows == kTileQ && copies_whole<kDimsQK, kTileQ>(q)) {
+            copy_whole_tile<kDimsQK>(shared.q, q.my_offset(kQPitch), q.mine(), q.row);
+        } else if constexpr (kPackGQA) {
+            constexpr int kChunks = kDimsQK / 8;
+            for (int n = threadIdx.x; n < kTileQ * kChunks; n += kThreads) {
+                const int r = n / kChunks, c = n % kChunks * 8;
+                copy_chunk(&shared.q[r][c], q.data + (r / group) * q.row + (r % group) * p.q.head + c * q.dim, q.dim,
+                           r < rows ? q.dims - c : 0);
+            }
+        } else {
+            copy_tile(shared.q, q, 0);
         }
     }
 
@@ -512,91 +605,28 @@ TW_KERNEL(fwd_mma, Params, params) {
             for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
         }
     }
-    bool hidden = false;  // some key from some row
-    // Class of tile n for this warp.
-    const auto class_of = [&](int n) {
-        const int c = walk.class_of(shared, n);
-        hidden |= c != kFull;
-        return kBands ? warp_walk.class_of_start(walk.start(shared, n)) : c;
-    };
-    const auto finish = [&](Scores& s, int n, int tile_class) {
-        if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, walk.start(shared, n), tile_class);
-        softmax.raise_reference(s, o);
-    };
-    const auto output = [&](Scores& s, int n) {
-        if constexpr (kDropout) drop(s, philox, block, walk.start(shared, n));
-        multiply_output(o, s, shared, n % 2);
-    };
-    constexpr int kFragments = kMTiles * kTileKV / 8;
-
     for (bool first = true; walk.next(block, params.mask, shared, first); first = false) {
         if (walk.count == 0) continue;
-        __syncthreads();  // the buffers have been read
-        copy_k(0);
-        if constexpr (kAhead) commit_copies();
-        copy_v(0);
-        if constexpr (kAhead) {
-            if (walk.count > 1) copy_k(1);
-        }
-        commit_copies();
-        if constexpr (kAhead) {
+        __syncthreads();  // the buffers have been read, the constants are there
+        copy_k_and_v(0, shared.warps[warp_id()], shared.threads[threadIdx.x]);
+        for (int n = 0; n < count(); ++n) {
+            const WarpConstants now = shared.warps[warp_id()];
+            const ThreadConstants mine = shared.threads[threadIdx.x];
+            wait_for_copies<0>();
+            __syncthreads();  // this tile is there, and the one before has been read
+            if (n == 0) queries.load(shared);
+            if (n + 1 < (kBands ? now.count : walk.count)) copy_k_and_v(n + 1, now, mine);
+            const int tile_class = class_of(n, now);
+            if (kBands && tile_class == kSkip) continue;  // other warps see it
             Scores s;
-            wait_for_copies<1>();
-            __syncthreads();
-            queries.load(shared);
-            clear(s);
-#pragma unroll
-            for (int d = 0; d < kDepthSteps; ++d) multiply_scores_step(s, queries, shared, 0, d);
-            for (int n = 0;; ++n) {
-                wait_for_copies<0>();
-                __syncthreads();  // v of this tile and k of the next are there; k of this and v before have been read
-                finish(s, n, class_of(n));
-                const Shifts shifts = softmax.shifts();
-                if (n + 1 == walk.count) {
-                    softmax.exponentiate(s, shifts, 0, kFragments);
-                    output(s, n);
-                    break;
-                }
-                copy_v(n + 1);
-                if (n + 2 < walk.count) copy_k(n + 2);
-                commit_copies();
-                Scores ahead;
-                clear(ahead);
-#pragma unroll
-                for (int d = 0; d < kDepthSteps; ++d) {
-                    multiply_scores_step(ahead, queries, shared, (n + 1) % 2, d);
-                    softmax.exponentiate(s, shifts, d * kFragments / kDepthSteps, (d + 1) * kFragments / kDepthSteps);
-                }
-                output(s, n);
-#pragma unroll
-                for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-                    for (int f = 0; f < kTileKV / 8; ++f) {
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) s[m][f][e] = ahead[m][f][e];
-                    }
-                }
+            multiply_scores(s, queries, shared, n % 2);
+            if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, start_of(n), tile_class);
+            softmax.raise_reference(s, o);
+            if constexpr (kDropout) {
+                exponentiate_all(s, softmax);
+                drop(s, philox, block, start_of(n));
             }
-        } else {
-            for (int n = 0; n < walk.count; ++n) {
-                wait_for_copies<0>();
-                __syncthreads();  // this tile is there, and the one before has been read
-                if (n == 0) queries.load(shared);
-                if (n + 1 < walk.count) {
-                    copy_k(n + 1);
-                    copy_v(n + 1);
-                    commit_copies();
-                }
-                const int tile_class = class_of(n);
-                if (kBands && tile_class == kSkip) continue;  // other warps see it
-                Scores s;
-                clear(s);
-#pragma unroll
-                for (int d = 0; d < kDepthSteps; ++d) multiply_scores_step(s, queries, shared, n % 2, d);
-                finish(s, n, tile_class);
-                softmax.exponentiate(s, softmax.shifts(), 0, kFragments);
-                output(s, n);
-            }
+            multiply_output<!kDropout>(o, s, softmax, shared, n % 2);
         }
     }
 
@@ -609,8 +639,8 @@ TW_KERNEL(fwd_mma, Params, params) {
             for (int e = 0; e < 4; ++e) probe += o[m][n][e] * 0.0f;
         }
     }
-    if (__syncthreads_or(hidden && probe != 0)) {
-        attend_with_care(params, block, score, philox, walk, k, v, shared);
+    if (__any_sync(0xffffffffu, probe != 0)) {
+        attend_with_care(params, block, score, philox, walk, shared);
         return;
     }
 
@@ -650,9 +680,19 @@ TW_KERNEL(fwd_mma, Params, params) {
     }
     __syncwarp();
     constexpr int kChunks = kColumns / 8;
-#pragma unroll 2
+    constexpr bool kEven = 32 % kChunks == 0;  // a lane stays in its columns
+    if (kEven && !kPackGQA && params.call.aligned && first_row + 16 * kMTiles <= rows && shared.v_source.dims >= kColumns) {
+        const int r = lane_id() / kChunks, c = lane_id() % kChunks * 8;
+        Half* to = output_row(params, block, first_row + r) + c;
+#pragma unroll 8
+        for (int n = 0; n < 16 * kMTiles; n += 32 / kChunks, to += 32 / kChunks * params.call.o.row) {
+            *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(&shared.q[first_row + r + n][c]);
+        }
+        return;
+    }
+#pragma unroll 1
     for (int n = lane_id(); n < 16 * kMTiles * kChunks; n += 32) {
-        const int row = first_row + n / kChunks, c = n % kChunks * 8, left = v.dims - c;
+        const int row = first_row + n / kChunks, c = n % kChunks * 8, left = shared.v_source.dims - c;
         if (row >= rows || left <= 0) continue;
         Half* const to = output_row(params, block, row) + c * params.call.o.dim;
         if (params.call.aligned && left >= 8) {

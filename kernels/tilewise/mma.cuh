@@ -39,6 +39,7 @@ TW_DEVICE void mma(float (&d)[4], const Word (&a)[4], Word b0, Word b1) {
 }
 TW_DEVICE void load_matrices(Word (&to)[4], const Half* row) { tw_ldmatrix<4>(to, row); }
 TW_DEVICE void load_matrices_transposed(Word (&to)[4], const Half* row) { tw_ldmatrix<4, true>(to, row); }
+TW_DEVICE void copy_async(Half* to, const Half* from) { tw_cp_async<16>(to, from); }
 TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) { tw_cp_async<16>(to, from, bytes); }
 TW_DEVICE void commit_copies() {}
 template <int kLeft>
@@ -111,6 +112,13 @@ TW_DEVICE void load_matrices_transposed(Word (&to)[4], const Half* row) {
                  : "r"(shared_address(row)));
 }
 
+TW_DEVICE void copy_async(Half* to, const Half* from) {  // 16 bytes to shared memory
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+#else
+    *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(from);
+#endif
+}
 // 16 bytes to shared memory, of which the first `bytes` are read and the rest are zero.
 TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
@@ -146,18 +154,30 @@ TW_DEVICE float tanh_fast(float x) { return 1 - 2 * reciprocal_fast(exp2_fast(x 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles in shared memory
 
-// Rows of one head in global memory; beyond `count` rows and `dims` numbers all is zero.
+// Rows of one head in global memory, kWidth numbers of each; beyond `count` rows and `dims` numbers all is zero. The
+// threads of a block share rows in chunks of 8 numbers.
+template <int kWidth>
 struct TileSource {
+    static constexpr int kChunks = kWidth / 8;
+    static constexpr bool kEven = kThreads % kChunks == 0;  // a thread stays in its columns
+    static constexpr int kStep = kEven ? kThreads / kChunks : 1;  // rows from one of its chunks to the next
+
     const Half* data;
     Int row, dim;  // strides
     int count, dims;
 
     TW_DEVICE TileSource make(const abi::Tensor& t, Int b, Int row0, Int h, Int c0, Int count, Int dims) {
-        return {static_cast<const Half*>(t.data) + b * t.batch + row0 * t.row + h * t.head + c0 * t.dim, t.row, t.dim,
-                static_cast<int>(count), static_cast<int>(dims - c0)};
+        const Half* const data = static_cast<const Half*>(t.data) + b * t.batch + row0 * t.row + h * t.head + c0 * t.dim;
+        return {data, t.row, t.dim, static_cast<int>(count), static_cast<int>(dims - c0)};
     }
-    __device__ __forceinline__ TileSource from(int first) const {
-        return {data + first * row, row, dim, count - first, dims};
+    // Where this thread's first chunk of row 0 is.
+    __device__ __forceinline__ const Half* mine() const {
+        const int thread = static_cast<int>(threadIdx.x);
+        return data + thread / kChunks * row + thread % kChunks * 8;
+    }
+    TW_DEVICE int my_offset(int pitch) {
+        const int thread = static_cast<int>(threadIdx.x);
+        return thread / kChunks * pitch + thread % kChunks * 8;
     }
 };
 
@@ -174,25 +194,32 @@ TW_DEVICE void copy_chunk(Half* to, const Half* row, Int dim, int left) {
     }
 }
 
-// kRows x kWidth, by all threads of the block.
-template <int kRows, int kWidth>
-TW_DEVICE void copy_tile(Half (&to)[kRows][kWidth + kPad], const TileSource& from) {
-    constexpr int kChunks = kWidth / 8;
-    if constexpr (kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0) {  // a thread stays in its columns
-        constexpr int kStep = kThreads / kChunks;
-        const int c = static_cast<int>(threadIdx.x) % kChunks * 8;
-        int r = static_cast<int>(threadIdx.x) / kChunks;
-        const Half* at = from.data + r * from.row + c * from.dim;
+// kRows whole rows, kWidth wide, by all threads of the block; `at` is where this thread's first chunk is, and `offset` in
+// elements where it goes.
+template <int kWidth, int kRows, int kPitch>
+TW_DEVICE void copy_whole_tile(Half (&to)[kRows][kPitch], int offset, const Half* at, Int row) {
+    using Source = TileSource<kWidth>;
+    Half* const place = &to[0][0] + offset;
 #pragma unroll
-        for (int n = 0; n < kRows / kStep; ++n, r += kStep, at += kStep * from.row) {
-            copy_chunk(&to[r][c], at, from.dim, r < from.count ? from.dims - c : 0);
-        }
-    } else {
-#pragma unroll 4
-        for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
-            const int r = n / kChunks, c = n % kChunks * 8;
-            copy_chunk(&to[r][c], from.data + r * from.row + c * from.dim, from.dim, r < from.count ? from.dims - c : 0);
-        }
+    for (int n = 0; n < kRows / Source::kStep; ++n, at += Source::kStep * row) copy_async(place + n * Source::kStep * kPitch, at);
+}
+// Whether tiles of so many rows of the source can be copied like that, as long as it has the rows.
+template <int kWidth, int kRows>
+TW_DEVICE bool copies_whole(const TileSource<kWidth>& from) {
+    using Source = TileSource<kWidth>;
+    return kAligned && Source::kEven && kRows % Source::kStep == 0 && from.dims >= kWidth;
+}
+
+// Rows [first, first + kRows) of any source.
+template <int kWidth, int kRows, int kPitch>
+TW_DEVICE void copy_tile(Half (&to)[kRows][kPitch], const TileSource<kWidth>& source, int first) {
+    const TileSource<kWidth> from = source;
+    constexpr int kChunks = kWidth / 8;
+#pragma unroll 1
+    for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
+        const int r = n / kChunks, c = n % kChunks * 8;
+        copy_chunk(&to[r][c], from.data + (first + r) * from.row + c * from.dim, from.dim,
+                   first + r < from.count ? from.dims - c : 0);
     }
 }
 

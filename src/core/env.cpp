@@ -45,8 +45,8 @@ using Constants = std::map<std::string, int>;  // by "family:name"
 
 // Every constant that some kernel asks tuned() for.
 constexpr const char* kTunable[] = {
-    "fwd_simt:kColumns", "fwd_simt:kBlocks", "bwd_simt:kColumns", "bwd_simt:kBlocks", "fwd_mma:kWarps",
-    "fwd_mma:kMTiles",   "fwd_mma:kTileKV",  "fwd_mma:kBlocks",   "fwd_mma:kAhead",   "fwd_mma:kQInRegisters"};
+    "fwd_simt:kColumns", "fwd_simt:kBlocks", "bwd_simt:kColumns", "bwd_simt:kBlocks",      "fwd_mma:kWarps",
+    "fwd_mma:kMTiles",   "fwd_mma:kTileKV",  "fwd_mma:kBlocks",   "fwd_mma:kQInRegisters", "fwd_mma:kReadAhead"};
 
 Constants parse_config(const std::string& text) {
     const auto fail = [&](const std::string& part) {

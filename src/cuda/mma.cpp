@@ -121,7 +121,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const abi::Tensor o = to_abi(args.o);
     const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
     const int64_t tiles = call.q_tiles();
-    if (p.num_heads_q * tiles == 0) return;
+    if (p.num_heads_q * (p.packed_q ? 1 : p.batch) * p.q_rows == 0) return;
 
     const auto main = [&]() -> const Function& {
         return kernel(p, *program, "fwd_mma.cu", "fwd_mma", spec, spec.constants());

@@ -43,8 +43,9 @@ Constants MmaForwardSpec::constants() const {
             {"kDimsQK", dims_qk},
             {"kColumns", columns},
             {"kQInRegisters", q_in_registers},
-            {"kAhead", ahead},
+            {"kReadAhead", read_ahead},
             {"kBands", bands},
+            {"kDocuments", documents},
             {"kAligned", aligned},
             {"kPackGQA", pack_gqa},
             {"kSplit", split},
@@ -57,7 +58,7 @@ int64_t MmaForwardSpec::shared_bytes() const {  // of struct Shared
     constexpr int64_t kPad = 8;
     int64_t bytes = 2 * rows() * (std::max(dims_qk, columns) + kPad);
     bytes += 2 * 2 * keys * (dims_qk + kPad + columns + kPad);
-    bytes += bands ? 8 : warps * 32 * 4 + 4 * warps;
+    bytes += round_up(bands ? 8 : warps * 32 * 4 + 4 * warps, 16) + 32 * warps + 80 + 32 * 32 * warps;
     bytes += rolled ? int64_t{4} * rows() * keys : int64_t{4} * warps * 32;
     return (bytes + 15) / 16 * 16;
 }
@@ -84,17 +85,17 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
     static_cast<OptionSpec&>(spec) = OptionSpec(p);
     spec.dims_qk = round_up(std::max<int64_t>(p.head_dim_qk, 1), 16);
     spec.columns = std::min(round_up(std::max<int64_t>(p.head_dim_v, 1), 16), 256);
-    spec.bands = mask.bands;
+    spec.bands = mask.bands, spec.documents = mask.documents;
     spec.aligned = takes_16_bytes(p.q) && takes_16_bytes(p.k) && takes_16_bytes(p.v);
     spec.raw = !spec.softcap && !spec.bias && !spec.slopes && !spec.score_mod && p.softmax_scale > 0;
-    spec.rolled = spec.bias || spec.score_mod || !spec.bands;
+    spec.rolled = spec.bias || spec.score_mod || !(spec.bands || spec.documents);
 
     const int dims = std::max(spec.dims_qk, spec.columns);
     const int64_t limit = shared_limit(arch);
     const bool large = limit > 100 * 1024;
     if (dims <= 64) {
         spec.m_tiles = large ? 2 : 1, spec.warps = large ? 4 : 8;
-        spec.keys = 64, spec.blocks = large ? 2 : 1;
+        spec.keys = large ? 128 : 64, spec.blocks = large ? 2 : 1;
     } else if (dims <= 128) {
         spec.m_tiles = large ? 2 : 1, spec.warps = large ? 4 : 8;
         spec.keys = large ? 64 : 32, spec.blocks = large ? 2 : 1;
@@ -106,7 +107,7 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
     spec.warps = tuned("kWarps", spec.warps), spec.m_tiles = tuned("kMTiles", spec.m_tiles);
     spec.keys = tuned("kTileKV", spec.keys), spec.blocks = tuned("kBlocks", spec.blocks);
     spec.q_in_registers = tuned("kQInRegisters", spec.q_in_registers) != 0;
-    spec.ahead = tuned("kAhead", spec.ahead) != 0;
+    spec.read_ahead = tuned("kReadAhead", spec.m_tiles == 1 ? 3 : 1);
 
     // Few queries: the heads that share keys stand side by side in one tile, and a tile has no more rows than needed.
     const int64_t group = p.group();

@@ -14,8 +14,9 @@ struct MmaForwardSpec : OptionSpec {
     int warps = 4, m_tiles = 1;    // 16 m_tiles rows per warp
     int keys = 64;                 // of a tile
     int blocks = 1;                // on an SM at once: what registers are limited for
-    bool q_in_registers = false, ahead = false;
-    bool bands = false, aligned = false, pack_gqa = false, split = false;
+    bool q_in_registers = false;
+    int read_ahead = 1;  // products between reading a fragment and using it
+    bool bands = false, documents = false, aligned = false, pack_gqa = false, split = false;
     bool raw = false;     // softmax takes products as they are: nothing but a positive scale
     bool rolled = false;  // some scores are finished one by one
 

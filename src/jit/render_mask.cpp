@@ -31,6 +31,7 @@ public:
         if (p_.chunk > 0) chunks_.push_back(number(p_.chunk));
         if (!p_.mask.empty()) top_level(core::parse_mask(p_.mask, p_), parts);
         out_.bands = parts.empty();
+        out_.documents = parts.size() == 1 && documents_.size() == 2;
         for (const std::string& chunk : chunks_) parts.push_back(chunk_answers(chunk));
         parts.insert(parts.begin(), {"window_visible(site, p.window_left, p.window_right, i, j)",
                                      "window_class(site, p.window_left, p.window_right, i0, i1, j0, j1)"});
@@ -42,7 +43,7 @@ public:
             gather(expr);
             const std::string hides = render_score_hides(expr, p_.arrays, "score_mod_hides");
             if (!hides.empty()) {
-                out_.bands = false;
+                out_.bands = out_.documents = false;
                 text += hides;
                 cls = "score_mod_hides(site, data, i0, i1, j0, j1) ? static_cast<int>(kSkip) : " + cls;
             }
@@ -69,6 +70,11 @@ public:
             text += "    seen = intersect(seen, chunk_positions(" + chunk + ", {j0, j1}));\n";
         }
         text += "    return intersect({seen.begin - site.q_offset, seen.end - site.q_offset}, {0, site.q_len});\n}\n";
+        // Kernels name them whether the mask has documents or not.
+        constexpr const char* kToken = "(const MaskData& data, const Site& site, Int n) {\n    return ";
+        text +=
+            std::string("TW_DEVICE Int query_document") + kToken + (out_.documents ? documents_[0] : "n") + ";\n}\n";
+        text += std::string("TW_DEVICE Int key_document") + kToken + (out_.documents ? documents_[1] : "n") + ";\n}\n";
         out_.text = std::move(text);
     }
 
@@ -123,7 +129,12 @@ private:
                 if (node.causal) tighten(out_.window_right, 0);  // bounds the tiles that are looked at
                 parts.push_back(alone(node));
                 break;
-            default: parts.push_back(alone(node));
+            default:
+                parts.push_back(alone(node));
+                if (node.op == MaskOp::documents && parts.size() == 1) {  // it reads the first two arrays of MaskData
+                    documents_ = {"element<" + dtype(node.array[0]) + ">(data.masks[0], site, site.q_token + n)",
+                                  "element<" + dtype(node.array[1]) + ">(data.masks[1], site, site.kv_token + n)"};
+                }
         }
     }
 
@@ -213,6 +224,7 @@ private:
     const Problem& p_;
     MaskProgram& out_;
     std::vector<std::string> chunks_;
+    std::vector<std::string> documents_;  // ids of a query and of a key, if the first part of the mask is documents
     std::string functions_;
     int num_mods_ = 0;
 };

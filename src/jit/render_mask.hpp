@@ -19,12 +19,15 @@ struct MaskOperand {
 };
 
 struct MaskProgram {
-    std::string text;  // visible, classify, key_hull, query_hull
+    std::string text;  // visible, classify, key_hull, query_hull, query_document, key_document
     // What MaskData::masks and MaskData::numbers must hold, in order.
     std::vector<MaskOperand> operands;
     std::vector<int64_t> numbers;
     std::vector<int> gathered;  // numbers of the arrays that its expressions and the score_mod read
     bool bands = false;         // key_hull of a single row is all that the row sees
+    // Of the keys in the key_hull of a row it sees those whose key_document is its query_document, if that is not
+    // negative.
+    bool documents = false;
     // causal and windows of the call and of the top level of the text, merged into one.
     int64_t window_left = -1, window_right = -1;
 };
