@@ -20,7 +20,7 @@ namespace tilewise::core {
 
 std::span<const Implementation* const> implementations() {
     static constexpr const Implementation* kList[] = {
-        &cuda::kFwdMma, &cuda::kFwdSimt, &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
+        &cuda::kFwdMma, &cuda::kFwdSimt, &cuda::kBwdMma, &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
     };
     return kList;
 }

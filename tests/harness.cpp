@@ -599,7 +599,7 @@ void Case::run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, 
     if (raw.score_mod) raw.deterministic = 0;  // declined: gradients of captured arrays
     core::Problem p = core::make_problem(raw);
     const auto run = [&](core::Pass pass, const auto& go) {
-        if (backend_ == "mma" && pass == core::Pass::backward) p.backend = "simt";  // it has a forward pass only
+        if (backend_ == "mma" && pass == core::Pass::backward && raw.score_mod) p.backend.clear();  // or bwd_simt
         const core::Choice choice = core::choose(p, pass);
         if (!choice.implementation) throw core::Error(core::Status::unsupported, choice.refusals.at(0).reason);
         const size_t bytes = choice.implementation->workspace_bytes(p, pass);

@@ -117,6 +117,20 @@ struct Backward {
     Int q_tiles;  // of all sequences; when lengths are in device memory, no fewer than there are
 };
 
+struct MmaBackward {  // bwd_mma, and what comes before and after it
+    Problem problem;
+    Tensor d_o, o;
+    Rows lse, dlse;
+    Tensor dq, dk, dv;
+    Int dtype;
+    Int aligned_rows, aligned_dq, aligned_dkv;  // rows of o and do, of dq, of dk and dv take 16 bytes at a time
+    // Workspace, by head and tile of queries: pairs of lse (in powers of two) and D per row, sums of dq in the order of
+    // mma_backward.cuh, and how many tiles of keys have added to them.
+    void *rows, *dq_sums, *turns;
+    Int q_tiles;  // of all sequences; when lengths are in device memory, no fewer than there are
+    Int columns;  // of a tile of dq_sums
+};
+
 // Captured arrays: the sums, contiguous (null: all zero), and where they go rounded to the dtype of the array.
 struct ArrayGradient {
     const void* sums;

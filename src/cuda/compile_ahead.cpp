@@ -10,6 +10,7 @@
 #include "device.hpp"
 #include "jit/attention_source.hpp"
 #include "jit/cache.hpp"
+#include "jit/mma_backward_spec.hpp"
 #include "jit/mma_spec.hpp"
 #include "jit/render_mask.hpp"
 #include "jit/store.hpp"
@@ -43,6 +44,21 @@ std::vector<jit::Source> forward_simt(const Problem& p, const Arch&, std::string
     return {jit::attention_source("fwd_simt.cu", spec, spec.constants(Pass::forward), p, jit::render_mask(p))};
 }
 
+std::vector<jit::Source> backward_simt(const Problem& p, const Arch&, std::string&);
+
+std::vector<jit::Source> backward_mma(const Problem& p, const Arch& arch, std::string& why_not) {
+    const jit::MaskProgram mask = jit::render_mask(p);
+    const auto spec = jit::mma_backward_spec(p, mask, arch, &why_not);
+    if (!spec) return {};
+    std::vector<jit::Source> sources{jit::attention_source("bwd_mma.cu", *spec, spec->constants(), p, mask),
+                                     jit::plain_source("bwd_mma_finish.cu")};
+    // Gradients of these are left to the kernels of bwd_simt.
+    if (spec->bias || spec->slopes || spec->sinks) {
+        for (jit::Source& source : backward_simt(p, arch, why_not)) sources.push_back(std::move(source));
+    }
+    return sources;
+}
+
 std::vector<jit::Source> backward_simt(const Problem& p, const Arch&, std::string&) {
     const jit::SimtSpec spec(p, Pass::backward);
     const jit::MaskProgram mask = jit::render_mask(p);
@@ -61,6 +77,7 @@ std::vector<jit::Source> backward_simt(const Problem& p, const Arch&, std::strin
 constexpr Family kFamilies[] = {
     {"fwd_mma", Pass::forward, forward_mma},
     {"fwd_simt", Pass::forward, forward_simt},
+    {"bwd_mma", Pass::backward, backward_mma},
     {"bwd_simt", Pass::backward, backward_simt},
 };
 

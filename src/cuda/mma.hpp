@@ -1,10 +1,10 @@
-// fwd_mma: the portable tensor-core kernels.
+// fwd_mma, bwd_mma: the portable tensor-core kernels.
 #pragma once
 
 #include "core/registry.hpp"
 
 namespace tilewise::cuda {
 
-extern const core::Implementation kFwdMma;
+extern const core::Implementation kFwdMma, kBwdMma;
 
 }  // namespace tilewise::cuda

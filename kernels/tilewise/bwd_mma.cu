@@ -1,0 +1,557 @@
+// Backward pass on tensor cores: FlashAttention-2 (Dao 2023) for fp16 and bf16, on every GPU from Turing on.
+//
+// One block owns kTileKV keys and the query heads that share them. The tiles of kTileQ queries that see one of the keys
+// pass by; the next one is on its way while one is worked on:
+//
+//     S = Q K^T, dP' = dO V^T - D      a warp has kTileQ / kWarpsQ queries and kTileKV / kWarpsK keys of both
+//     P = exp(x - lse), dS = P dP'     x is the score of the formula; both pass through shared memory, in 16 bits
+//     dV += P^T dO, dK += dS^T Q       in registers until all queries have passed
+//     dQ += dS K                       in fp32 in global memory, since other keys add to the same rows
+//
+// bwd_mma_finish.cu makes lse and D beforehand, and rounds dQ afterwards. The sums of dQ are atomic, in any order, unless
+// kDeterministic: then blocks add in the order of their keys, and none waits for a block with a larger number.
+//
+// grid.x: key-value heads, and tiles of keys in them.
+
+#include "spec.cuh"
+#include "mma.cuh"
+#include "score.cuh"
+#include "mma_backward.cuh"
+
+namespace tilewise {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// What a warp has of each product: 16-row fragments and 8-column fragments.
+constexpr int kWarpsK = kWarps / kWarpsQ;
+constexpr int kRowFragments = kTileQ / kWarpsQ / 16, kKeyFragments = kTileKV / kWarpsK / 8;  // S, dP
+constexpr int kElements = kRowFragments * kKeyFragments * 4;
+constexpr int kWarpsColumns = kWarps / kWarpsKeys;                                      // dK, dV
+constexpr int kOwnFragments = kTileKV / kWarpsKeys / 16;
+constexpr int kWarpsQueryColumns = kWarps / kWarpsQueries;                              // dQ
+constexpr int kQueryFragments = kTileQ / kWarpsQueries / 16;
+// Pairs of column fragments: the warps of a row take turns, and the last ones may have one less.
+template <int kDims, int kSharers>
+constexpr int kPairs = (kDims / 16 + kSharers - 1) / kSharers;
+
+static_assert(kRowFragments > 0 && kKeyFragments > 0 && kKeyFragments % 2 == 0 && kOwnFragments > 0 && kQueryFragments > 0);
+
+using Scores = float[kRowFragments][kKeyFragments][4];
+
+struct Shared {
+    Half k[kTileKV][kDimsQK + kPad];
+    Half v[kTileKV][kDimsV + kPad];
+    Half q[2][kTileQ][kDimsQK + kPad];
+    Half d_o[kStages][kTileQ][kDimsV + kPad];
+    Half p[kTileQ][kTileKV + kPad];
+    Half ds[kTileQ][kTileKV + kPad];
+    float rows[2][kTileQ][2];         // lse in powers of two, D
+    int list[kBands ? 4 : kThreads];  // where tiles to work on start, and their class in the low two bits
+    int warp_counts[kBands ? 4 : kWarps];
+    float elements[kRolled ? kElements : 1][kRolled ? kThreads : 4];  // of each thread, where scores are finished one by one
+};
+static_assert(sizeof(Shared) <= kSharedBytes, "the host asks for kSharedBytes");
+
+struct Params {
+    abi::MmaBackward call;
+    MaskData mask;
+    GradientArrays gradients;
+};
+
+template <int kRows, int kColumns>
+TW_DEVICE void fill(float (&x)[kRows][kColumns][4], const float value) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] = value;
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products
+
+// This thread's place in S and dP: row_of() of its kRowFragments * 2 rows, column_of() of its columns.
+TW_DEVICE int first_row() { return warp_id() % kWarpsQ * (kRowFragments * 16); }
+TW_DEVICE int first_column() { return warp_id() / kWarpsQ * (kKeyFragments * 8); }
+TW_DEVICE int row_of(int r) { return first_row() + r / 2 * 16 + r % 2 * 8 + lane_id() / 4; }
+TW_DEVICE int column_of(int n, int c) { return first_column() + n * 8 + lane_id() % 4 * 2 + c; }
+
+// s += left right^T, over kDims columns of both.
+template <int kDims>
+TW_DEVICE void multiply_scores(Scores& s, const Half (*left)[kDims + kPad], const Half (*right)[kDims + kPad]) {
+#pragma unroll
+    for (int d = 0; d < kDims; d += 16) {
+        Word a[kRowFragments][4];
+#pragma unroll
+        for (int m = 0; m < kRowFragments; ++m) load_a(a[m], left, first_row() + m * 16, d);
+#pragma unroll
+        for (int n = 0; n < kKeyFragments; n += 2) {
+            Word b[4];
+            load_b(b, right, first_column() + n * 8, d);
+#pragma unroll
+            for (int m = 0; m < kRowFragments; ++m) {
+                mma(s[m][n], a[m], b[0], b[1]);
+                mma(s[m][n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// x += left right, or (kTransposed) left^T right: kDepth rows of right, and of its columns every kSharers-th pair of
+// fragments from number `column` on. kCareful takes numbers that are not finite for 0.
+template <bool kTransposed, bool kCareful, int kDims, int kDepth, int kSharers, int kRows, int kLeftPitch>
+TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4], const Half (*left)[kLeftPitch], int row,
+                                const Half (*right)[kDims + kPad], int column) {
+    const auto step = [&](int depth) {
+        Word a[kRows][4];
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+            if constexpr (kTransposed) load_a_transposed(a[m], left, row + m * 16, depth);
+            else load_a(a[m], left, row + m * 16, depth);
+        }
+#pragma unroll
+        for (int n = 0; n < kPairs<kDims, kSharers>; ++n) {
+            if (kDims / 16 % kSharers != 0 && column + n * kSharers >= kDims / 16) break;
+            Word b[4];
+            load_b_transposed(b, right, depth, (column + n * kSharers) * 16);
+            if constexpr (kCareful) {
+#pragma unroll
+                for (int w = 0; w < 4; ++w) b[w] = only_finite(b[w]);
+            }
+#pragma unroll
+            for (int m = 0; m < kRows; ++m) {
+                mma(x[m][2 * n], a[m], b[0], b[1]);
+                mma(x[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    };
+    if constexpr (kCareful) {
+#pragma unroll 1
+        for (int depth = 0; depth < kDepth; depth += 16) step(depth);
+    } else {
+#pragma unroll
+        for (int depth = 0; depth < kDepth; depth += 16) step(depth);
+    }
+}
+
+using GradientK = float[kOwnFragments][2 * kPairs<kDimsQK, kWarpsColumns>][4];
+using GradientV = float[kOwnFragments][2 * kPairs<kDimsV, kWarpsColumns>][4];
+using GradientQ = float[kQueryFragments][2 * kPairs<kDimsQK, kWarpsQueryColumns>][4];
+
+// The keys and the pair of columns where this warp's part of dK and dV starts; the same of dQ.
+TW_DEVICE int own_key() { return warp_id() % kWarpsKeys * (kOwnFragments * 16); }
+TW_DEVICE int own_pair() { return warp_id() / kWarpsKeys; }
+TW_DEVICE int query_row() { return warp_id() % kWarpsQueries * (kQueryFragments * 16); }
+TW_DEVICE int query_pair() { return warp_id() / kWarpsQueries; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// P and dS
+
+struct Tile {  // of queries; the keys are those of the block
+    int h, i0, tile_class;  // h: of the group
+};
+
+TW_DEVICE Word bits_below(int n) { return n <= 0 ? 0u : (1u << n) - 1u; }  // n at most 31
+
+struct KeepBits {  // element e of this thread's scores is kept
+    Word words[kDropout ? (kElements + 31) / 32 : 1];
+    __device__ __forceinline__ bool operator[](int e) const { return !kDropout || (words[e / 32] >> e % 32 & 1u); }
+};
+TW_DEVICE constexpr int element_of(int m, int n, int e) { return (m * kKeyFragments + n) * 4 + e; }
+
+// One draw serves the rows g, g + 8 and four fragments of keys.
+TW_DEVICE KeepBits keep_bits(const abi::Problem& p, const Philox& philox, int i0, int j0) {
+    KeepBits keep{};
+    if constexpr (kDropout) {
+        const Word threshold = static_cast<Word>(p.dropout_threshold);
+#pragma unroll
+        for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+            for (int n = 0; n < kKeyFragments; n += 4) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const auto draw = philox.draw(i0 + row_of(2 * m), j0 + column_of(n, c));
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                        for (int f = 0; f < 4 && n + f < kKeyFragments; ++f) {
+                            const int e = element_of(m, n + f, 2 * half + c), j = j0 + column_of(n + f, c);
+                            if (draw.keep(half, j >> 4 & 1, j >> 3 & 1, threshold)) keep.words[e / 32] |= 1u << e % 32;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    return keep;
+}
+
+// Two numbers of this thread side by side into P or dS.
+TW_DEVICE void put(Half (&to)[kTileQ][kTileKV + kPad], int r, int n, float left, float right) {
+    *reinterpret_cast<Word*>(&to[row_of(r)][column_of(n, 0)]) = pack(left, right);
+}
+
+// From products to P, which goes to shared memory, dropout applied; s then holds dS / dP'.
+TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
+                            const Tile& tile, int j0) {
+    const Site& site = score.site;
+    constexpr bool kByElement = kBias || kScoreMod;  // each score takes more than a few instructions
+    if (kRolled && (kByElement || (!kBands && tile.tile_class != kFull))) {
+        // A loop that is not unrolled: a hundred copies of a long expression would take longer to compile than most
+        // problems take to run.
+        float* const mine = &shared.elements[0][threadIdx.x];
+        constexpr int kStride = kRolled ? kThreads : 0;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) mine[e * kStride] = s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4];
+#pragma unroll 1
+        for (int e = 0; e < kElements; ++e) {
+            const int row = row_of(e / 4 / kKeyFragments * 2 + e % 4 / 2), column = column_of(e / 4 % kKeyFragments, e % 2);
+            const Int i = tile.i0 + row, j = j0 + column;
+            const float lse = shared.rows[stage][row][0];
+            float probability = 0, factor = 1;
+            if (lse != Limits<float>::infinity() && score.sees(tile.tile_class, i, j)) {
+                float capped;
+                const float input = score.before_mod(mine[e * kStride], i, j, capped), x = score.after_mod(input, i, j);
+                if (x != -Limits<float>::infinity()) {
+                    probability = exp2_fast(x * kLog2E - lse);
+                    if constexpr (kScoreMod) factor = score_mod_gradient(site, score.mask, input, i, j);
+                    if (kSoftcap) factor *= 1 - capped / score.softcap * (capped / score.softcap);
+                }
+            }
+            shared.p[row][column] = Float<kDTypeQ>::store(keep[e] ? probability : 0.0f);
+            mine[e * kStride] = probability == 0 ? 0.0f : probability * factor;
+        }
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4] = mine[e * kStride];
+        return;
+    }
+    const float scale = score.scale * kLog2E;
+#pragma unroll
+    for (int r = 0; r < 2 * kRowFragments; ++r) {
+        const float lse = shared.rows[stage][row_of(r)][0];
+        Word seen[2] = {~0u, ~0u};
+        if (kBands && tile.tile_class != kFull) {
+            const Int i = tile.i0 + row_of(r);
+            Range keys{0, 0};
+            if (i < site.q_len) keys = key_hull(score.p, score.mask, site, i, i + 1);
+            const int first = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV)) - column_of(0, 0);
+            const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
+            // Bit n says whether the row sees column 8 n + c of those that this thread has.
+#pragma unroll
+            for (int c = 0; c < 2; ++c) seen[c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
+        }
+        // Distances are small differences of large positions: taken as integers first.
+        const float ahead = kSlopes ? static_cast<float>(tile.i0 + row_of(r) + site.q_offset - j0) : 0.0f;
+#pragma unroll
+        for (int n = 0; n < kKeyFragments; ++n) {
+            float probability[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float& x = s[r / 2][n][r % 2 * 2 + c];
+                float factor = 1;
+                if constexpr (kSoftcap || kSlopes) {
+                    float y = x * score.scale;
+                    if (kSoftcap) {
+                        const float tangent = tanh_fast(y * (1 / score.softcap));
+                        y = score.softcap * tangent, factor = 1 - tangent * tangent;
+                    }
+                    if (kSlopes) y -= score.slope * fabsf(ahead - static_cast<float>(column_of(n, c)));
+                    probability[c] = exp2_fast(y * kLog2E - lse);
+                } else {
+                    probability[c] = exp2_fast(x * scale - lse);
+                }
+                if (kBands && tile.tile_class != kFull && !(seen[c] >> n & 1u)) probability[c] = 0;
+                x = kSoftcap ? (probability[c] == 0 ? 0.0f : probability[c] * factor) : probability[c];
+                if (!keep[element_of(r / 2, n, r % 2 * 2 + c)]) probability[c] = 0;
+            }
+            put(shared.p, r, n, probability[0], probability[1]);
+        }
+    }
+}
+
+// dS into shared memory, from what exponentiate left and dP'. Hidden keys have 0, whatever dP' is. If P does not show that
+// a row of dO is not finite, it does so from here on (kCareful products would hide it).
+TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& keep, float keep_inverse, Shared& shared, int stage,
+                             bool partial, bool careful) {
+#pragma unroll
+    for (int r = 0; r < 2 * kRowFragments; ++r) {
+        const float delta = kDropout ? shared.rows[stage][row_of(r)][1] : 0.0f;  // dP' has it already without dropout
+#pragma unroll
+        for (int n = 0; n < kKeyFragments; ++n) {
+            float ds[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int e = r % 2 * 2 + c;
+                float gradient = dp[r / 2][n][e];
+                if (kDropout) gradient = (keep[element_of(r / 2, n, e)] ? gradient * keep_inverse : 0.0f) - delta;
+                const float factor = s[r / 2][n][e];
+                ds[c] = partial && factor == 0 ? 0.0f : factor * gradient;
+                if (careful && ds[c] != ds[c]) shared.p[row_of(r)][column_of(n, c)] = 0x7fff;
+            }
+            put(shared.ds, r, n, ds[0], ds[1]);
+        }
+    }
+}
+
+TW_DEVICE float probe_of(const Scores& s) {  // 0, or NaN if a number is not finite
+    float probe = 0;
+#pragma unroll
+    for (int m = 0; m < kRowFragments; ++m) {
+#pragma unroll
+        for (int n = 0; n < kKeyFragments; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) probe += s[m][n][e] * 0.0f;
+        }
+    }
+    return probe;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernel
+
+// Whether the block of keys j0 works on the tile of queries i0.
+TW_DEVICE bool works_on(const abi::Problem& p, const MaskData& mask, const Site& site, Int i0, Int j0) {
+    const Range rows = query_hull(p, mask, site, j0, minimum(j0 + kTileKV, site.kv_len));
+    if (rows.begin >= rows.end || i0 + kTileQ <= rows.begin || i0 >= rows.end) return false;
+    return kBands || class_within(p, mask, site, i0, j0) != kSkip;
+}
+
+// dK or dV of this block, through a tile of shared memory that nobody reads any more.
+template <int kDims, int kFragments, int kPairs2>
+TW_DEVICE void store_gradient(const abi::Tensor& out, const float (&x)[kFragments][kPairs2][4], float scale,
+                              Half (&tile)[kTileKV][kDims + kPad], const Site& site, Int b, Int j0, Int dims, bool aligned) {
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+        for (int n = 0; n < kPairs2; ++n) {
+            const int pair = own_pair() + n / 2 * kWarpsColumns;
+            if (kDims / 16 % kWarpsColumns != 0 && pair >= kDims / 16) break;
+            const int row = own_key() + m * 16 + lane_id() / 4, column = pair * 16 + n % 2 * 8 + lane_id() % 4 * 2;
+            *reinterpret_cast<Word*>(&tile[row][column]) = pack(x[m][n][0] * scale, x[m][n][1] * scale);
+            *reinterpret_cast<Word*>(&tile[row + 8][column]) = pack(x[m][n][2] * scale, x[m][n][3] * scale);
+        }
+    }
+    __syncthreads();
+    constexpr int kChunks = kDims / 8;
+    const int keys = static_cast<int>(minimum(kTileKV, site.kv_len - j0));
+    Half* const to = static_cast<Half*>(out.data) + b * out.batch + (site.kv_row0 + j0) * out.row + site.head_kv * out.head;
+#pragma unroll 1
+    for (int n = threadIdx.x; n < keys * kChunks; n += kThreads) {
+        const int r = n / kChunks, c = n % kChunks * 8, left = static_cast<int>(dims) - c;
+        if (left <= 0) continue;
+        Half* const at = to + r * out.row + c * out.dim;
+        if (aligned && left >= 8) {
+            *reinterpret_cast<Chunk*>(at) = *reinterpret_cast<const Chunk*>(&tile[r][c]);
+        } else {
+#pragma unroll 1
+            for (int e = 0; e < 8 && e < left; ++e) at[e * out.dim] = tile[r][c + e];
+        }
+    }
+}
+
+TW_KERNEL(bwd_mma, Params, params) {
+    TW_DYNAMIC_SHARED(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const abi::MmaBackward& call = params.call;
+    const abi::Problem& p = call.problem;
+    const Int blocks = gridDim.x / p.num_heads_kv, head_kv = blockIdx.x / blocks;
+    // The first keys of a causal mask are seen by most queries; the blocks that start first get them.
+    const Place place = place_of(p, blockIdx.x % blocks, false);
+    if (place.b < 0) return;
+    const Int group = p.num_heads_q / p.num_heads_kv;
+    const int j0 = static_cast<int>(place.row);
+    Site site = make_site(p, place.b, head_kv * group);
+    const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
+    const int dims_qk = static_cast<int>(p.head_dim_qk), dims_v = static_cast<int>(p.head_dim_v);
+    const Int first_tile = p.sequences ? p.sequences[site.b].q_tiles_before : site.b * ceil_div(p.q_rows, kTileQ);
+    const Philox philox = Philox::make(p, site);
+    const auto tile_number = [&](const Tile& tile) {  // among all heads
+        return (head_kv * group + tile.h) * call.q_tiles + first_tile + tile.i0 / kTileQ;
+    };
+
+    const auto copy_q = [&](const Tile& tile, int stage) {
+        const Half* const from = static_cast<const Half*>(p.q.data) + b_q * p.q.batch + (site.q_row0 + tile.i0) * p.q.row +
+                                 (head_kv * group + tile.h) * p.q.head;
+        copy_rows<kDimsQK, kTileQ>(shared.q[stage], from, p.q.row, p.q.dim, static_cast<int>(site.q_len) - tile.i0, dims_qk);
+        if (threadIdx.x < kTileQ / 2) {
+            copy_async(reinterpret_cast<Half*>(&shared.rows[stage][2 * threadIdx.x][0]),
+                       static_cast<const Half*>(call.rows) + (tile_number(tile) * kTileQ + 2 * threadIdx.x) * 4, 16);
+        }
+    };
+    const auto copy_d_o = [&](const Tile& tile, int stage) {
+        const Half* const from = static_cast<const Half*>(call.d_o.data) + b_q * call.d_o.batch +
+                                 (site.q_row0 + tile.i0) * call.d_o.row + (head_kv * group + tile.h) * call.d_o.head;
+        copy_rows<kDimsV, kTileQ>(shared.d_o[stage % kStages], from, call.d_o.row, call.d_o.dim,
+                                  static_cast<int>(site.q_len) - tile.i0, dims_v);
+    };
+
+    GradientK dk;
+    GradientV dv;
+    fill(dk, 0), fill(dv, 0);
+    bool keys_copied = false;
+    const auto work = [&](int count, const auto& tile_at) {
+        if (count == 0) return;
+        __syncthreads();  // the buffers have been read
+        if (!keys_copied) {
+            const int keys = static_cast<int>(site.kv_len) - j0;
+            copy_rows<kDimsQK, kTileKV>(shared.k,
+                                        static_cast<const Half*>(p.k.data) + b_kv * p.k.batch + (site.kv_row0 + j0) * p.k.row + head_kv * p.k.head,
+                                        p.k.row, p.k.dim, keys, dims_qk);
+            copy_rows<kDimsV, kTileKV>(shared.v,
+                                       static_cast<const Half*>(p.v.data) + b_kv * p.v.batch + (site.kv_row0 + j0) * p.v.row + head_kv * p.v.head,
+                                       p.v.row, p.v.dim, keys, dims_v);
+            keys_copied = true;
+        }
+        Tile tile = tile_at(0);
+        copy_q(tile, 0);
+        if constexpr (kStages == 1) commit_copies();
+        copy_d_o(tile, 0);
+        commit_copies();
+#pragma unroll 1
+        for (int n = 0; n < count; ++n) {
+            const int stage = n % 2;
+            const bool more = n + 1 < count;
+            Tile next = tile;
+            if (more) next = tile_at(n + 1);
+            // Of this tile all is there, or with one stage all but dO; the tile before has been read.
+            wait_for_copies<kStages == 1 ? 1 : 0>();
+            __syncthreads();
+            if (more) {
+                copy_q(next, 1 - stage);
+                if constexpr (kStages == 2) copy_d_o(next, 1 - stage);
+            }
+            commit_copies();
+
+            site.h = head_kv * group + tile.h;
+            const ScoreContext score(p, params.mask, site);
+            Philox own = philox;
+            own.counter1 = static_cast<Word>(site.b * p.num_heads_q + site.h);
+            const bool partial = tile.tile_class != kFull;
+            Scores s, dp;
+            fill(s, 0);
+            multiply_scores<kDimsQK>(s, shared.q[stage], shared.k);
+            float probe = partial ? probe_of(s) : 0.0f;
+            const KeepBits keep = keep_bits(p, own, tile.i0, j0);
+            exponentiate(s, score, keep, shared, stage, tile, j0);
+#pragma unroll
+            for (int r = 0; r < 2 * kRowFragments; ++r) {
+                const float start = kDropout ? 0.0f : -shared.rows[stage][row_of(r)][1];
+#pragma unroll
+                for (int f = 0; f < kKeyFragments; ++f) dp[r / 2][f][r % 2 * 2] = dp[r / 2][f][r % 2 * 2 + 1] = start;
+            }
+            if constexpr (kStages == 1) {
+                wait_for_copies<1>();
+                __syncthreads();
+            }
+            const auto& d_o = shared.d_o[stage % kStages];
+            multiply_scores<kDimsV>(dp, d_o, shared.v);
+            if (partial) probe += probe_of(dp);
+            put_gradients(s, dp, keep, static_cast<float>(p.keep_inverse), shared, stage, partial, probe != 0);
+            // Tensor cores take 0 times infinity for NaN: in a tile with hidden keys, numbers that are not finite stay out.
+            bool careful = false;
+            if (partial) careful = __syncthreads_or(probe != 0);
+            else __syncthreads();
+
+            if (careful) {
+                multiply_columns<true, true, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
+            } else {
+                multiply_columns<true, false, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
+            }
+            if constexpr (kStages == 1) {
+                __syncthreads();  // dO has been read
+                if (more) copy_d_o(next, 0);
+                commit_copies();
+            }
+            if (call.dq.data) {
+                GradientQ dq;
+                fill(dq, 0);
+                if (careful) {
+                    multiply_columns<false, true, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
+                } else {
+                    multiply_columns<false, false, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
+                }
+                const Int number = tile_number(tile);
+                int* const turns = static_cast<int*>(call.turns) + number;
+                if constexpr (kDeterministic) {
+                    int before = 0;  // blocks that add to this tile and have earlier keys
+                    for (int base = 0; base < j0; base += kThreads * kTileKV) {
+                        const int other = base + static_cast<int>(threadIdx.x) * kTileKV;
+                        before += __syncthreads_count(other < j0 && works_on(p, params.mask, site, tile.i0, other));
+                    }
+                    wait_for_turn(turns, before);
+                }
+                float* const sums = static_cast<float*>(call.dq_sums) + number * (kTileQ * kDimsQK);
+#pragma unroll
+                for (int m = 0; m < kQueryFragments; ++m) {
+#pragma unroll
+                    for (int f = 0; f < 2 * kPairs<kDimsQK, kWarpsQueryColumns>; ++f) {
+                        const int pair = query_pair() + f / 2 * kWarpsQueryColumns;
+                        if (kDimsQK / 16 % kWarpsQueryColumns != 0 && pair >= kDimsQK / 16) break;
+                        add_fragment(sums + ((query_row() / 16 + m) * (kDimsQK / 8) + pair * 2 + f % 2) * 128, dq[m][f]);
+                    }
+                }
+                if constexpr (kDeterministic) end_turn(turns);
+            }
+            if (careful) {
+                multiply_columns<true, true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
+            } else {
+                multiply_columns<true, false, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
+            }
+            tile = next;
+        }
+    };
+
+    const Int j1 = minimum(j0 + kTileKV, site.kv_len);
+    const Range rows = query_hull(p, params.mask, site, j0, j1);
+    const int begin = static_cast<int>(rows.begin) / kTileQ * kTileQ, end = static_cast<int>(rows.end);
+    if (rows.begin < rows.end) {
+        if constexpr (kBands) {
+            const int per_head = (end - begin + kTileQ - 1) / kTileQ;
+            // Queries that see the first key and the last one see all of them.
+            Range all{0, 0};
+            if (j1 == j0 + kTileKV) all = {query_hull(p, params.mask, site, j1 - 1, j1).begin, query_hull(p, params.mask, site, j0, j0 + 1).end};
+            const int full_begin = static_cast<int>(all.begin), full_end = static_cast<int>(all.end);
+            work(per_head * static_cast<int>(group), [&](int n) {
+                const int h = n / per_head, i0 = begin + (n - h * per_head) * kTileQ;
+                return Tile{h, i0, i0 >= full_begin && i0 + kTileQ <= full_end ? kFull : kPartial};
+            });
+        } else {
+            const int lane = lane_id(), warp = warp_id();
+#pragma unroll 1
+            for (int at = 0;; ++at) {  // pieces of heads
+                const int per_head = (end - begin + kThreads * kTileQ - 1) / (kThreads * kTileQ), h = at / per_head;
+                if (h >= group) break;
+                site.h = head_kv * group + h;
+                const int start = begin + ((at - h * per_head) * kThreads + static_cast<int>(threadIdx.x)) * kTileQ;
+                const int c = start < end ? class_within(p, params.mask, site, start, j0) : kSkip;
+                const Word found = __ballot_sync(0xffffffffu, c != kSkip);
+                __syncthreads();  // the list before has been read
+                if (lane == 0) shared.warp_counts[warp] = __popc(found);
+                __syncthreads();
+                int position = __popc(found & ((1u << lane) - 1u)), count = 0;
+                for (int w = 0; w < kWarps; ++w) {
+                    const int more = shared.warp_counts[w];
+                    position += w < warp ? more : 0, count += more;
+                }
+                if (c != kSkip) shared.list[position] = start + c;
+                __syncthreads();
+                work(count, [&](int n) { return Tile{h, shared.list[n] & ~3, shared.list[n] & 3}; });
+            }
+        }
+    }
+
+    wait_for_copies<0>();
+    __syncthreads();  // keys have been read
+    if (call.dk.data) {
+        store_gradient<kDimsQK>(call.dk, dk, static_cast<float>(p.softmax_scale), shared.k, site, b_kv, j0, dims_qk, call.aligned_dkv);
+    }
+    if (call.dv.data) {
+        store_gradient<kDimsV>(call.dv, dv, kDropout ? static_cast<float>(p.keep_inverse) : 1.0f, shared.v, site, b_kv, j0, dims_v,
+                               call.aligned_dkv);
+    }
+}
+
+}  // namespace tilewise

@@ -1,0 +1,87 @@
+// What the backward pass on tensor cores needs beside mma.cuh: operands that are transposed or cleaned, sums in global
+// memory, and turns.
+//
+// A tile of the sums of dQ lies in the order in which threads hold it: fragment (m, n) of 16 rows and 8 columns, m rows
+// first, is 128 numbers; kVectorAdd says whether the four of a thread lie side by side or the 32 of an element.
+#pragma once
+
+#include "mma.cuh"
+
+namespace tilewise {
+
+// Rows [row, row + 16) of the transpose of a tile as an A operand, columns [column, column + 16) its depth: the tile is
+// depth x rows.
+template <int kPitch>
+TW_DEVICE void load_a_transposed(Word (&a)[4], const Half (*tile)[kPitch], int row, int column) {
+    const int lane = lane_id();
+    load_matrices_transposed(a, &tile[column + lane % 8 + lane / 16 * 8][row + lane / 8 % 2 * 8]);
+}
+
+// Two numbers of kDTypeQ, 0 in place of those that are not finite: 0 times them would be NaN.
+TW_DEVICE Word only_finite(Word x) {
+    constexpr Word kExponent = kDTypeQ == kBF16 ? 0x7f807f80u : 0x7c007c00u, kLast = kDTypeQ == kBF16 ? 0x00800080u : 0x04000400u;
+    const Word above = ((x & kExponent) + kLast) & 0x80008000u;
+    return x & ~((above >> 15) * 0xffffu);
+}
+
+// kRows rows of kWidth numbers from global memory; zero beyond `count` rows and `dims` numbers.
+template <int kWidth, int kRows>
+TW_DEVICE void copy_rows(Half (&to)[kRows][kWidth + kPad], const Half* from, Int row, Int dim, int count, int dims) {
+    constexpr int kChunks = kWidth / 8;
+    if constexpr (kAligned && kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0) {  // a thread stays in its columns
+        constexpr int kStep = kThreads / kChunks;
+        const int c = static_cast<int>(threadIdx.x) % kChunks * 8;
+        int r = static_cast<int>(threadIdx.x) / kChunks;
+        from += r * row + c;
+#pragma unroll
+        for (int n = 0; n < kRows / kStep; ++n, r += kStep, from += kStep * row) {
+            copy_chunk(&to[r][c], from, 1, r < count ? dims - c : 0);
+        }
+    } else {
+#pragma unroll 1
+        for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
+            const int r = n / kChunks, c = n % kChunks * 8;
+            copy_chunk(&to[r][c], from + r * row + c * dim, dim, r < count ? dims - c : 0);
+        }
+    }
+}
+
+#if defined(TILEWISE_FAKE_CUDA) || __CUDA_ARCH__ >= 900
+constexpr bool kVectorAdd = true;  // as in bwd_mma_finish.cu
+#else
+constexpr bool kVectorAdd = false;
+#endif
+
+// Adds a fragment to its 128 sums.
+TW_DEVICE void add_fragment(float* sums, const float (&x)[4]) {
+#if !defined(TILEWISE_FAKE_CUDA) && __CUDA_ARCH__ >= 900
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + 4 * lane_id()), "f"(x[0]),
+                 "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int e = 0; e < 4; ++e) atomicAdd(sums + (kVectorAdd ? 4 * lane_id() + e : 32 * e + lane_id()), x[e]);
+#endif
+}
+
+// Blocks that add to the same sums one after the other, in an order that does not depend on which comes first.
+TW_DEVICE void wait_for_turn(int* turns, int mine) {
+    if (threadIdx.x == 0) {
+#ifdef TILEWISE_FAKE_CUDA
+        while (tw_load_acquire(turns) != mine) {}
+#else
+        int now;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+        } while (now != mine);
+#endif
+    }
+    __syncthreads();
+}
+TW_DEVICE void end_turn(int* turns) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(turns, 1);
+}
+
+}  // namespace tilewise

@@ -1,0 +1,32 @@
+// Which tiles the backward tensor-core kernel works on: a pure function of the GPU's arch and the problem.
+#pragma once
+
+#include <optional>
+
+#include "arch.hpp"
+#include "attention_source.hpp"
+
+namespace tilewise::jit {
+
+// What bwd_mma is compiled for; names as in kernels/tilewise/bwd_mma.cu.
+struct MmaBackwardSpec : OptionSpec {
+    int dims_qk = 0, dims_v = 0;  // multiples of 16
+    int queries = 64, keys = 64;  // of a tile
+    int warps = 4, blocks = 1;
+    int warps_q = 2, warps_keys = 2, warps_queries = 2;  // that share the rows of S, of dK and dV, of dQ
+    int stages = 1;                                      // of dO
+    bool bands = false, aligned = false, deterministic = false;
+    bool rolled = false;  // some scores are finished one by one
+
+    [[nodiscard]] Constants constants() const;
+    [[nodiscard]] int64_t shared_bytes() const;
+};
+
+// Rows follow each other at multiples of 16 bytes, and numbers lie side by side.
+bool takes_16_bytes(const core::Tensor4& tensor);
+
+// Nothing, if the arch or its shared memory does not suffice for the problem; why_not then says what would work.
+std::optional<MmaBackwardSpec> mma_backward_spec(const core::Problem& problem, const MaskProgram& mask,
+                                                 const Arch& arch, std::string* why_not);
+
+}  // namespace tilewise::jit
