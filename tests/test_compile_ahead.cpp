@@ -11,6 +11,7 @@
 #include "core/error.hpp"
 #include "cuda/compile_ahead.hpp"
 #include "jit/attention_source.hpp"
+#include "jit/mma_spec.hpp"
 #include "jit/nvrtc.hpp"
 #include "jit/render_mask.hpp"
 #include "jit/store.hpp"
@@ -128,10 +129,12 @@ TEST_F(CompileAhead, PackIsFoundByARun) {
 
     const std::string pack = folder_ + "/pack";
     ASSERT_EQ(compile("sm_90a", pack), TILEWISE_OK) << tilewise_last_error();
-    for (const char* part : {"\"entry\": \"fwd_simt\"", "\"file\": \"prepare.cu\"", "\"arch\": \"sm_90\"",
-                             "\"registers\": ", "\"spill_store_bytes\": ", "\"from_cache\": false"})
+    for (const char* part :
+         {"\"family\": \"fwd_mma\"", "\"entry\": \"fwd_mma\"", "\"file\": \"combine.cu\"", "\"file\": \"prepare.cu\"",
+          "\"arch\": \"sm_90\"", "\"registers\": ", "\"spill_store_bytes\": ", "\"from_cache\": false"})
         EXPECT_TRUE(contains(report_, part)) << part << " in:\n" << report_;
     EXPECT_FALSE(contains(report_, "null")) << report_;
+    EXPECT_FALSE(contains(report_, "fwd_simt")) << report_;
     ASSERT_EQ(compile("90", pack), TILEWISE_OK);
     EXPECT_FALSE(contains(report_, "\"from_cache\": false")) << report_;
     EXPECT_TRUE(contains(report_, "\"registers\": ")) << "also of what was there\n" << report_;
@@ -148,11 +151,29 @@ TEST_F(CompileAhead, PackIsFoundByARun) {
     tilewise_problem raw = problem_;
     raw.device_type = TILEWISE_CUDA;
     const core::Problem p = core::make_problem(raw, false);
-    const core::Pass pass = core::Pass::forward;
-    const jit::Source source = jit::attention_source("fwd_simt.cu", jit::SimtSpec(p, pass),
-                                                     jit::SimtSpec(p, pass).constants(pass), p, jit::render_mask(p));
-    EXPECT_TRUE(contains(jit::obtain(source, 9, 0, 11000).about, "fwd_simt.cu sm_90"));
+    const jit::MaskProgram mask = jit::render_mask(p);
+    const auto spec = jit::mma_forward_spec(p, mask, jit::Arch::parse("90"), nullptr);
+    ASSERT_TRUE(spec);
+    const jit::Source source = jit::attention_source("fwd_mma.cu", *spec, spec->constants(), p, mask);
+    EXPECT_TRUE(contains(jit::obtain(source, 9, 0, 11000).about, "fwd_mma.cu sm_90"));
     EXPECT_THROW((void)jit::obtain(source, 8, 0, 11000), core::Error);
+}
+
+TEST_F(CompileAhead, OtherKernelsWhereABackendOrTheGpuWantsThem) {
+    if (jit::find_nvrtc(0) == nullptr) GTEST_SKIP() << "no NVRTC here: pip install nvidia-cuda-nvrtc";
+    problem_.backend = "simt";
+    ASSERT_EQ(compile("90", folder_), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_TRUE(contains(report_, "\"entry\": \"fwd_simt\"")) << report_;
+    EXPECT_FALSE(contains(report_, "fwd_mma")) << report_;
+
+    problem_.backend = nullptr;
+    problem_.q = problem_.k = problem_.v = tensor(TILEWISE_BFLOAT16, {1, 100, 2, 64});
+    ASSERT_EQ(compile("75", folder_), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_TRUE(contains(report_, "\"entry\": \"fwd_simt\"")) << report_;
+    problem_.backend = "mma";
+    expect_refused(compile("75", folder_), TILEWISE_UNSUPPORTED, {"fwd_mma", "sm_75", "float16 works"});
+    problem_.q = problem_.k = problem_.v = tensor(TILEWISE_FLOAT32, {1, 100, 2, 64});
+    expect_refused(compile("90", folder_), TILEWISE_UNSUPPORTED, {"fwd_mma", "float32", "bfloat16"});
 }
 
 TEST_F(CompileAhead, CacheIsListedAndCleared) {
@@ -167,7 +188,7 @@ TEST_F(CompileAhead, CacheIsListedAndCleared) {
         return text;
     };
     EXPECT_TRUE(contains(list(0), folder_ + "/cache")) << list(0);
-    EXPECT_TRUE(contains(list(0), "\"about\": \"fwd_simt.cu sm_80 NVRTC")) << list(0);
+    EXPECT_TRUE(contains(list(0), "\"about\": \"fwd_mma.cu sm_80 NVRTC")) << list(0);
     for (const auto& file : fs::directory_iterator(folder_ + "/cache")) {
         std::fstream bytes(file.path(), std::ios::in | std::ios::out | std::ios::binary);
         bytes.seekp(-1, std::ios::end).put('?');
