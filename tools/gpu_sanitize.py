@@ -19,7 +19,10 @@ from pathlib import Path
 from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, machine, pool, run, say, table, write
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-DTYPES = ("float32", "bfloat16", "float64")
+# (impl, dtype); tensor cores are for 16 bits.
+KERNELS = (("simt", "float32"), ("simt", "bfloat16"), ("simt", "float64"), ("mma", "bfloat16"), ("mma", "float16"))
+# Longest sequence, largest head dim: several tiles of keys, 64 in simt and up to 128 in mma, pass by.
+SIZES = {"simt": (90, 40), "mma": (400, 100)}
 # racecheck: every hazard with its place, not only that there is one.
 OPTIONS = {"racecheck": ["--racecheck-report=all"]}
 FOUND = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
@@ -40,12 +43,15 @@ def findings(done: Done) -> tuple[int | None, list[str]]:
     return (max(summaries) if summaries else None), lines
 
 
-def harness_settings(dtype: str, options: argparse.Namespace) -> list[str]:
-    return ["test", "impl=simt", f"dtype={dtype}", f"cases={options.cases}", f"seqlen={options.seqlen}",
-            f"dim={options.dim}", f"seed={options.seed}"]  # fmt: skip
+def harness_settings(kernels: tuple[str, str], options: argparse.Namespace) -> list[str]:
+    impl, dtype = kernels
+    seqlen, dim = SIZES[impl]
+    return ["test", f"impl={impl}", f"dtype={dtype}", f"cases={options.cases}", f"seqlen={options.seqlen or seqlen}",
+            f"dim={options.dim or dim}", f"seed={options.seed}"]  # fmt: skip
 
 
-def sanitize(tool: str, dtype: str, program: str, options: argparse.Namespace, row: Row) -> None:
+def sanitize(tool: str, kernels: tuple[str, str], program: str, options: argparse.Namespace, row: Row) -> None:
+    what = " ".join(kernels)
     command = [
         program,
         f"--tool={tool}",
@@ -54,7 +60,7 @@ def sanitize(tool: str, dtype: str, program: str, options: argparse.Namespace, r
         "--print-limit=5",
         str(HARNESS),
     ]
-    done = run([*command, *harness_settings(dtype, options)], options.limit, {"OMP_NUM_THREADS": "2"})
+    done = run([*command, *harness_settings(kernels, options)], options.limit, {"OMP_NUM_THREADS": "2"})
     errors, lines = findings(done)
     ran = re.search(r"(\d+) passed, (\d+) failed", done.output)
     row.seconds = max(row.seconds, done.seconds)
@@ -63,24 +69,22 @@ def sanitize(tool: str, dtype: str, program: str, options: argparse.Namespace, r
         row.failed += 1 if errors or lines[:1] else 0
         row.skipped += options.cases
         row.notes.append(
-            f"{dtype}: time limit of {options.limit:.0f} s" + (f" after {progress[-1]} cases" if progress else "")
+            f"{what}: time limit of {options.limit:.0f} s" + (f" after {progress[-1]} cases" if progress else "")
         )
     elif ran and (errors == 0 or (errors is None and done.code == 0)):
         row.passed += int(ran[1])
         if int(ran[2]):
             row.failed += int(ran[2])
-            row.failures.append(f"{dtype}: {ran[2]} results were wrong under the tool")
+            row.failures.append(f"{what}: {ran[2]} results were wrong under the tool")
     elif errors:
         row.failed += errors
-        row.failures.append(f"{dtype}: {errors} found: " + " | ".join(lines[:6]))
+        row.failures.append(f"{what}: {errors} found: " + " | ".join(lines[:6]))
     else:
         row.failed += 1
-        row.failures.append(
-            f"{dtype}: no verdict, {done.how}: " + " | ".join(lines[:4] or done.output.split("\n")[-5:])
-        )
+        row.failures.append(f"{what}: no verdict, {done.how}: " + " | ".join(lines[:4] or done.output.split("\n")[-5:]))
     (ROOT / "build/logs").mkdir(parents=True, exist_ok=True)
-    (ROOT / f"build/logs/sanitize-{tool}-{dtype}.log").write_text(done.output)
-    say(f"  {tool}, {dtype}: {errors if errors is not None else 'no verdict'}, {done.how}, {done.seconds:.0f} s")
+    (ROOT / f"build/logs/sanitize-{tool}-{what.replace(' ', '-')}.log").write_text(done.output)
+    say(f"  {tool}, {what}: {errors if errors is not None else 'no verdict'}, {done.how}, {done.seconds:.0f} s")
     if errors or (done.code not in (0, None)):
         say(indented("\n".join(lines or done.output.splitlines()), 30))
 
@@ -88,18 +92,19 @@ def sanitize(tool: str, dtype: str, program: str, options: argparse.Namespace, r
 def compile_first(options: argparse.Namespace, rows: dict[str, Row]) -> None:
     """The same cases without a tool; what is wrong here is no finding of the tools."""
     row = rows["without a tool"] = Row("without a tool")
-    with pool(len(DTYPES)) as jobs:
+    with pool(len(KERNELS)) as jobs:
         started = [
-            (d, jobs.submit(run, [str(HARNESS), *harness_settings(d, options)], options.limit, {})) for d in DTYPES
+            (each, jobs.submit(run, [str(HARNESS), *harness_settings(each, options)], options.limit, {}))
+            for each in KERNELS
         ]
-        for dtype, job in started:
+        for kernels, job in started:
             done = job.result()
             row.seconds = max(row.seconds, done.seconds)
             found = re.search(r"(\d+) passed, (\d+) failed", done.output)
             row.passed += int(found[1]) if found else 0
             row.failed += int(found[2]) if found else 1
             if not found or int(found[2]):
-                row.failures.append(f"{dtype}: {done.how}")
+                row.failures.append(f"{' '.join(kernels)}: {done.how}")
                 say(indented(done.output, 15))
     say(f"  without a tool, kernels compiled: {row.passed} passed, {row.failed} failed, {row.seconds:.0f} s")
 
@@ -107,11 +112,11 @@ def compile_first(options: argparse.Namespace, rows: dict[str, Row]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev gpu-sanitize", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"{', '.join(TOOLS)} [all]")
-    parser.add_argument("--cases", type=int, default=20, help="random problems for each dtype")
-    parser.add_argument("--seqlen", type=int, default=90)
-    parser.add_argument("--dim", type=int, default=40)
+    parser.add_argument("--cases", type=int, default=20, help="random problems for each kernel and dtype")
+    parser.add_argument("--seqlen", type=int, help="longest sequence [90; mma: 400]")
+    parser.add_argument("--dim", type=int, help="largest head dim [40; mma: 100]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=150, help="seconds for each tool and dtype")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for each tool, kernel and dtype")
     parser.add_argument("--out", type=Path, help="folder of sanitize.json [bench/results/<gpu>]")
     parser.add_argument("--build-seconds", type=float, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--build-failed", action="store_true", help=argparse.SUPPRESS)
@@ -138,10 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = options.tools or list(TOOLS)
         for tool in chosen:
             rows[tool] = Row(tool)
-        # All tools of a dtype at once: each is one process that waits for its GPU most of the time.
+        # All tools at once: each is one process that waits for its GPU most of the time.
         with pool(max(1, min(6, (os.cpu_count() or 4) // 2))) as jobs:
             started = [
-                (tool, jobs.submit(sanitize, tool, d, program, options, rows[tool])) for d in DTYPES for tool in chosen
+                (tool, jobs.submit(sanitize, tool, each, program, options, rows[tool]))
+                for each in KERNELS
+                for tool in chosen
             ]
             for tool, job in started:
                 try:

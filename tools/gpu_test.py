@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """`./dev gpu-test`: everything that can be tested on a GPU machine, in parallel, under five minutes.
 
-The harness draws random problems for fwd_simt and bwd_simt in every dtype until the time is used; test_cuda.py and the
-report cases run with tensors on the GPU; the CPU harness runs with AVX-512. A test of Python that failed runs once more,
-alone: others on the same GPU may have been in its way. Report: bench/results/<gpu>/test.json. Exit status 1 on a failure.
+The harness draws random problems for the kernels of simt and mma, in every dtype they have, until the time is used;
+test_cuda.py and the report cases run with tensors on the GPU; the CPU harness runs with AVX-512. A test of Python that
+failed runs once more, alone: others on the same GPU may have been in its way. Report: bench/results/<gpu>/test.json. Exit
+status 1 on a failure.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, machine, pool, run, say, table, write
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+# (impl, dtype): tensor cores are for 16 bits.
+KERNELS = (*(("simt", dtype) for dtype in DTYPES), ("mma", "bfloat16"), ("mma", "float16"))
 # Longest sequence, largest head dim: many options at once, all column counts, several tiles.
 SIZES = ((150, 40), (100, 260), (600, 128))
 CHUNK = 6  # cases per process: every case has kernels of its own, which are compiled on the way
@@ -134,21 +137,28 @@ class Run:
             say(f"  {self.elapsed:4.0f} s  again, alone: {test}: {'passed' if done.code == 0 else 'failed'}")
 
 
+def draws() -> Iterator[tuple[str, list[str]]]:
+    """Without end: (row of the table, settings of the harness). Every size and kernel once, then other seeds."""
+    for seed in itertools.count(step=CHUNK):
+        for (seqlen, dim), (impl, dtype) in itertools.product(SIZES, KERNELS):
+            settings = [f"impl={impl}", f"dtype={dtype}", f"seqlen={seqlen}", f"dim={dim}", f"seed={seed}"]
+            yield f"harness, {impl}, {dtype}", settings
+
+
 def everything(self: Run, workers: int) -> None:
     base = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
     on_gpu = base | {"TILEWISE_TEST_DEVICE": "cuda"}
     files = {"tests/python/test_cuda.py": (base, 4), "tests/python/test_reports.py": (on_gpu, 4)}
     with pool(workers) as jobs:
         collected = {file: jobs.submit(self.collect, file, environment) for file, (environment, _) in files.items()}
-        chunks = ((number, size, dtype) for number in itertools.count() for size in SIZES for dtype in DTYPES)
+        chunks = draws()
 
         def draw() -> None:
             """Chunks of random problems until the time for them is over, or nothing is left to learn from them."""
             while self.left(30) > 5 and sum(len(row.failures) for row in list(self.rows.values())) < 60:
                 with self.lock:
-                    number, (seqlen, dim), dtype = next(chunks)
-                settings = ["impl=simt", f"dtype={dtype}", f"seqlen={seqlen}", f"dim={dim}", f"seed={number * CHUNK}"]
-                self.harness(f"harness, simt, {dtype}", CHUNK, settings, self.left(25))
+                    name, settings = next(chunks)
+                self.harness(name, CHUNK, settings, self.left(25))
 
         pending = []
         for file, (environment, count) in files.items():

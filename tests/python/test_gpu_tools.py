@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -51,6 +52,20 @@ def test_pytest_output_is_counted():
         "tests/a.py::test_z": "SKIPPED",
     }
     assert gpu_test.shards(["a", "b", "c"], 2) == [["a", "c"], ["b"]] and gpu_test.shards(["a"], 3) == [["a"]]
+
+
+def test_every_kernel_is_drawn_in_every_size_before_any_comes_again():
+    count = len(gpu_test.SIZES) * len(gpu_test.KERNELS)
+    drawn = list(itertools.islice(gpu_test.draws(), 2 * count))
+    rounds = [{(name, *(s for s in settings if not s.startswith("seed="))) for name, settings in part}
+              for part in (drawn[:count], drawn[count:])]  # fmt: skip
+    assert rounds[0] == rounds[1] and len(rounds[0]) == count
+    assert len({tuple(settings) for _, settings in drawn}) == 2 * count
+    by_kernel = {tuple(settings[:2]): name for name, settings in drawn}
+    assert by_kernel["impl=mma", "dtype=bfloat16"] == "harness, mma, bfloat16"
+    dtypes = {impl: {d for i, d in by_kernel if i == impl} for impl in ("impl=simt", "impl=mma")}
+    assert dtypes["impl=simt"] == {f"dtype={dtype}" for dtype in gpu_test.DTYPES}
+    assert dtypes["impl=mma"] == {"dtype=float16", "dtype=bfloat16"}
 
 
 def test_table():
@@ -112,6 +127,8 @@ case "$1 $*" in
     --version*) echo NVIDIA; echo "Version 1" ;;
     --tool=memcheck*float64*) echo "========= Invalid __global__ read of size 4 bytes"
         echo "2 passed, 0 failed"; echo "========= ERROR SUMMARY: 3 errors"; exit 86 ;;
+    --tool=memcheck*impl=mma*dtype=float16*seqlen=400*) echo "========= Invalid __shared__ write of size 16 bytes"
+        echo "2 passed, 0 failed"; echo "========= ERROR SUMMARY: 1 error"; exit 86 ;;
     --tool=racecheck*) echo "2 passed, 0 failed"; echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" ;;
     --tool=initcheck*) echo "1 of 2, 0 failed"; sleep 60 ;;
     --tool=synccheck*) echo "========= Error: Device not supported"; exit 1 ;;
@@ -123,7 +140,7 @@ esac
 def test_sanitize_tells_clean_found_late_and_unusable_apart(tmp_path, monkeypatch, capsys):
     about = {"gpu": "none", "date": "", "commit": None, "torch": None, "cuda": None}
     harness, tool = tmp_path / "harness", tmp_path / "compute-sanitizer"
-    harness.write_text("#!/bin/sh\necho '2 passed, 0 failed'\n")
+    harness.write_text('#!/bin/sh\necho "$2 $3" >> "$0.log"\necho "2 passed, 0 failed"\n')
     tool.write_text(SANITIZER)
     for file in (harness, tool):
         file.chmod(0o755)
@@ -134,10 +151,19 @@ def test_sanitize_tells_clean_found_late_and_unusable_apart(tmp_path, monkeypatc
     monkeypatch.setenv("TILEWISE_CACHE_DIR", "")
     assert gpu_sanitize.main(["--cases", "2", "--limit", "6", "--out", str(tmp_path)]) == 1
     steps = {step["name"]: step for step in json.loads((tmp_path / "sanitize.json").read_text())["steps"]}
-    assert steps["racecheck"]["ok"] and steps["racecheck"]["passed"] == 6
-    assert steps["memcheck"]["failed"] == 3 and "Invalid __global__ read" in steps["memcheck"]["failures"][0]
-    assert steps["initcheck"]["skipped"] == 6 and "time limit of 6 s after 1 cases" in steps["initcheck"]["notes"][0]
-    assert steps["synccheck"]["failed"] == 3 and "Device not supported" in steps["synccheck"]["failures"][0]
+    kernels = {tuple(line.split()) for line in (tmp_path / "harness.log").read_text().splitlines()}
+    assert kernels == {(f"impl={impl}", f"dtype={dtype}") for impl, dtype in gpu_sanitize.KERNELS}
+    assert {("impl=mma", "dtype=float16"), ("impl=mma", "dtype=bfloat16"), ("impl=simt", "dtype=float32")} < kernels
+    count = len(kernels)
+    assert steps["racecheck"]["ok"] and steps["racecheck"]["passed"] == 2 * count
+    assert steps["memcheck"]["failed"] == 4 and steps["memcheck"]["passed"] == 2 * (count - 2)
+    found = sorted(steps["memcheck"]["failures"])
+    assert found[0].startswith("mma float16: 1 found") and "Invalid __shared__ write" in found[0]
+    assert found[1].startswith("simt float64: 3 found") and "Invalid __global__ read" in found[1]
+    assert "Invalid __shared__" in (tmp_path / "build/logs/sanitize-memcheck-mma-float16.log").read_text()
+    assert steps["initcheck"]["skipped"] == 2 * count
+    assert all("time limit of 6 s after 1 cases" in note for note in steps["initcheck"]["notes"])
+    assert steps["synccheck"]["failed"] == count and "Device not supported" in steps["synccheck"]["failures"][0]
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("NOT clean")
     monkeypatch.setattr(gpu_sanitize, "sanitizer", lambda: None)
     assert gpu_sanitize.main(["--out", str(tmp_path)]) == 1
