@@ -133,6 +133,17 @@ TEST(JitArch, Names) {
         EXPECT_TRUE(contains(message_of([&] { (void)Arch::parse(bad); }), "arch")) << bad;
 }
 
+TEST(JitArch, AnOlderOneCanBeAskedFor) {
+    const auto arch = [](const char* text) {
+        const Environment forced("TILEWISE_GPU_ARCH", text);
+        return kernel_arch(9, 0).number();
+    };
+    EXPECT_EQ(arch(""), 90);
+    EXPECT_EQ(arch("75"), 75);
+    EXPECT_EQ(arch("sm_80"), 80);
+    for (const char* wrong : {"100", "90a", "next"}) EXPECT_THROW(arch(wrong), tilewise::core::Error) << wrong;
+}
+
 TEST(JitArch, TargetOfAGpu) {
     const std::vector<int> known{75, 80, 86, 90, 120};
     const auto target = [&](const char* gpu) { return choose_target(Arch::parse(gpu), known, "NVRTC"); };

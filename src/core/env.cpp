@@ -19,6 +19,7 @@ const std::vector<EnvVariable>& env_variables() {
         {"TILEWISE_CONFIG", "family:name=value,...;... : constants of GPU kernels instead of the tuned ones"},
         {"TILEWISE_CPU_ISA", "scalar, avx2 or avx512: forces the instruction set of the CPU kernels"},
         {"TILEWISE_CUDA_DRIVER", "library to load as the CUDA driver; default: the one of the system"},
+        {"TILEWISE_GPU_ARCH", "an arch older than the GPU's, like 75: kernels for it, as PTX, to check them"},
         {"TILEWISE_NVRTC",
          "library to load as NVRTC, CUDA's run-time compiler; default: the newest that the driver takes"},
         {"TILEWISE_PACKS", "folders of kernels compiled beforehand, joined by colons"},

@@ -20,8 +20,6 @@ using core::Pass;
 using core::Problem;
 using core::Workspace;
 
-jit::Arch arch_of(const DeviceInfo& device) { return {device.major, device.minor, false}; }
-
 // What is decided for a problem, beside its mask.
 struct Decision {
     jit::MmaForwardSpec spec;
@@ -55,7 +53,7 @@ struct Decision {
 
 std::optional<Decision> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
     const DeviceInfo& device = device_info(p.device.index);
-    const auto spec = jit::mma_forward_spec(p, program.mask, arch_of(device), why_not);
+    const auto spec = jit::mma_forward_spec(p, program.mask, jit::kernel_arch(device.major, device.minor), why_not);
     if (!spec) return std::nullopt;
     return Decision(p, *spec, device);
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "core/env.hpp"
 #include "core/error.hpp"
 
 namespace tilewise::jit {
@@ -33,6 +34,17 @@ Arch Arch::parse(std::string_view text) {
 
 std::string Arch::name() const { return "sm_" + std::to_string(number()) + (specific ? "a" : ""); }
 std::string Arch::virtual_name() const { return "compute_" + std::to_string(number()) + (specific ? "a" : ""); }
+
+Arch kernel_arch(int gpu_major, int gpu_minor) {
+    const Arch gpu{gpu_major, gpu_minor, false};
+    const std::string text = core::env("TILEWISE_GPU_ARCH");
+    if (text.empty()) return gpu;
+    const Arch forced = Arch::parse(text);
+    if (forced.number() > gpu.number() || forced.specific) {
+        core::refuse("TILEWISE_GPU_ARCH", text, "archs up to the GPU's " + gpu.name() + ", without a letter");
+    }
+    return forced;
+}
 
 Target choose_target(const Arch& gpu, const std::vector<int>& known, const std::string& compiler) {
     if (std::find(known.begin(), known.end(), gpu.number()) != known.end()) return {gpu, false};

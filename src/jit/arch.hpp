@@ -19,6 +19,10 @@ struct Arch {
     friend auto operator<=>(const Arch&, const Arch&) = default;
 };
 
+// The arch that kernels are made for on a GPU of this compute capability: its own, or the older one that
+// TILEWISE_GPU_ARCH names. Throws Error if that is newer than the GPU.
+Arch kernel_arch(int gpu_major, int gpu_minor);
+
 // How to compile for a GPU with a compiler that knows some archs (their numbers: 75, 80, ..., 121).
 struct Target {
     Arch arch;

@@ -107,7 +107,7 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
     spec.warps = tuned("kWarps", spec.warps), spec.m_tiles = tuned("kMTiles", spec.m_tiles);
     spec.keys = tuned("kTileKV", spec.keys), spec.blocks = tuned("kBlocks", spec.blocks);
     spec.q_in_registers = tuned("kQInRegisters", spec.q_in_registers) != 0;
-    spec.read_ahead = tuned("kReadAhead", spec.m_tiles == 1 ? 3 : 1);
+    spec.read_ahead = tuned("kReadAhead", spec.m_tiles == 1 && arch.number() >= 80 ? 3 : 1);
 
     // Few queries: the heads that share keys stand side by side in one tile, and a tile has no more rows than needed.
     const int64_t group = p.group();

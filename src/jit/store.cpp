@@ -47,6 +47,13 @@ Image compile(const Nvrtc& nvrtc, const Source& source, const Target& target) {
 
 Image obtain(const Source& source, int gpu_major, int gpu_minor, int driver_version) {
     const Arch gpu{gpu_major, gpu_minor, source.arch_specific};
+    if (const Arch arch = kernel_arch(gpu_major, gpu_minor); arch.number() != gpu.number()) {
+        // As a GPU that its compiler does not know runs them: from PTX, which the driver compiles.
+        const Nvrtc& nvrtc = require_nvrtc(driver_version, &arch);
+        const Target target{arch, true};
+        return user_cache().get_or_compile(key_material(source, target, nvrtc.identity()),
+                                           [&] { return compile(nvrtc, source, target); });
+    }
     const std::vector<Cache> folders = packs();
     if (!folders.empty()) {
         if (std::optional<Image> image = find_in_packs(folders, source, gpu)) return std::move(*image);
