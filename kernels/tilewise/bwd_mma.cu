@@ -38,7 +38,19 @@ static_assert(kRowFragments > 0 && kKeyFragments > 0 && kKeyFragments % 2 == 0 &
 
 using Scores = float[kRowFragments][kKeyFragments][4];
 
+// Numbers that stay the same for all tiles are in shared memory: registers are for dK and dV.
+struct __align__(16) BlockConstants {
+    Site site;                   // h: the first head of the group
+    const Half *q, *d_o, *k;     // of the sequence and the first head: the first row, or the first key of the block
+    const Half* rows;            // lse and D, likewise
+    float* dq_sums;
+    int* turns;
+    int begin, per_head;         // the first tile of queries, and how many there are in a head
+    int full_begin, full_end;    // bands: queries that see all keys of the block
+};
+
 struct Shared {
+    BlockConstants block;
     Half k[kTileKV][kDimsQK + kPad];
     Half v[kTileKV][kDimsV + kPad];
     Half q[2][kTileQ][kDimsQK + kPad];
@@ -101,11 +113,12 @@ TW_DEVICE void multiply_scores(Scores& s, const Half (*left)[kDims + kPad], cons
 }
 
 // x += left right, or (kTransposed) left^T right: kDepth rows of right, and of its columns every kSharers-th pair of
-// fragments from number `column` on. kCareful takes numbers that are not finite for 0.
-template <bool kTransposed, bool kCareful, int kDims, int kDepth, int kSharers, int kRows, int kLeftPitch>
+// fragments from number `column` on.
+template <bool kTransposed, int kDims, int kDepth, int kSharers, int kRows, int kLeftPitch>
 TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4], const Half (*left)[kLeftPitch], int row,
                                 const Half (*right)[kDims + kPad], int column) {
-    const auto step = [&](int depth) {
+#pragma unroll
+    for (int depth = 0; depth < kDepth; depth += 16) {
         Word a[kRows][4];
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
@@ -117,23 +130,12 @@ TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4
             if (kDims / 16 % kSharers != 0 && column + n * kSharers >= kDims / 16) break;
             Word b[4];
             load_b_transposed(b, right, depth, (column + n * kSharers) * 16);
-            if constexpr (kCareful) {
-#pragma unroll
-                for (int w = 0; w < 4; ++w) b[w] = only_finite(b[w]);
-            }
 #pragma unroll
             for (int m = 0; m < kRows; ++m) {
                 mma(x[m][2 * n], a[m], b[0], b[1]);
                 mma(x[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
-    };
-    if constexpr (kCareful) {
-#pragma unroll 1
-        for (int depth = 0; depth < kDepth; depth += 16) step(depth);
-    } else {
-#pragma unroll
-        for (int depth = 0; depth < kDepth; depth += 16) step(depth);
     }
 }
 
@@ -163,9 +165,10 @@ struct KeepBits {  // element e of this thread's scores is kept
 TW_DEVICE constexpr int element_of(int m, int n, int e) { return (m * kKeyFragments + n) * 4 + e; }
 
 // One draw serves the rows g, g + 8 and four fragments of keys.
-TW_DEVICE KeepBits keep_bits(const abi::Problem& p, const Philox& philox, int i0, int j0) {
+TW_DEVICE KeepBits keep_bits(const abi::Problem& p, const Site& site, int i0, int j0) {
     KeepBits keep{};
     if constexpr (kDropout) {
+        const Philox philox = Philox::make(p, site);
         const Word threshold = static_cast<Word>(p.dropout_threshold);
 #pragma unroll
         for (int m = 0; m < kRowFragments; ++m) {
@@ -273,7 +276,7 @@ TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits
 }
 
 // dS into shared memory, from what exponentiate left and dP'. Hidden keys have 0, whatever dP' is. If P does not show that
-// a row of dO is not finite, it does so from here on (kCareful products would hide it).
+// a row of dO is not finite, it does so from here on.
 TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& keep, float keep_inverse, Shared& shared, int stage,
                              bool partial, bool careful) {
 #pragma unroll
@@ -352,40 +355,64 @@ TW_DEVICE void store_gradient(const abi::Tensor& out, const float (&x)[kFragment
     }
 }
 
+TW_DEVICE void describe_block(const Params& params, const Place& place, Int head_kv, BlockConstants& block) {
+    const abi::MmaBackward& call = params.call;
+    const abi::Problem& p = call.problem;
+    const Int h = head_kv * (p.num_heads_q / p.num_heads_kv), j0 = place.row;
+    const Site site = make_site(p, place.b, h);
+    const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
+    block.site = site;
+    block.q = static_cast<const Half*>(p.q.data) + b_q * p.q.batch + site.q_row0 * p.q.row + h * p.q.head;
+    block.d_o = static_cast<const Half*>(call.d_o.data) + b_q * call.d_o.batch + site.q_row0 * call.d_o.row + h * call.d_o.head;
+    block.k = static_cast<const Half*>(p.k.data) + b_kv * p.k.batch + (site.kv_row0 + j0) * p.k.row + head_kv * p.k.head;
+    const Int tile = h * call.q_tiles + (p.sequences ? p.sequences[site.b].q_tiles_before : site.b * ceil_div(p.q_rows, kTileQ));
+    block.rows = static_cast<const Half*>(call.rows) + tile * (4 * kTileQ);
+    block.dq_sums = static_cast<float*>(call.dq_sums) + tile * (kTileQ * kDimsQK);
+    block.turns = static_cast<int*>(call.turns) + tile;
+
+    const Int j1 = minimum(j0 + kTileKV, site.kv_len);
+    const Range rows = query_hull(p, params.mask, site, j0, j1);
+    const int end = static_cast<int>(maximum(rows.begin, rows.end));
+    block.begin = static_cast<int>(rows.begin) / kTileQ * kTileQ;
+    block.per_head = rows.begin < rows.end ? (end - block.begin + kTileQ - 1) / kTileQ : 0;
+    // Queries that see the first key and the last one see all of them.
+    block.full_begin = block.full_end = 0;
+    if (j1 == j0 + kTileKV) {
+        block.full_begin = static_cast<int>(query_hull(p, params.mask, site, j1 - 1, j1).begin);
+        block.full_end = static_cast<int>(query_hull(p, params.mask, site, j0, j0 + 1).end);
+    }
+}
+
 TW_KERNEL(bwd_mma, Params, params) {
     TW_DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const abi::MmaBackward& call = params.call;
     const abi::Problem& p = call.problem;
-    const Int blocks = gridDim.x / p.num_heads_kv, head_kv = blockIdx.x / blocks;
+    const Int blocks = gridDim.x / p.num_heads_kv;
     // The first keys of a causal mask are seen by most queries; the blocks that start first get them.
     const Place place = place_of(p, blockIdx.x % blocks, false);
     if (place.b < 0) return;
-    const Int group = p.num_heads_q / p.num_heads_kv;
-    const int j0 = static_cast<int>(place.row);
-    Site site = make_site(p, place.b, head_kv * group);
-    const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
-    const int dims_qk = static_cast<int>(p.head_dim_qk), dims_v = static_cast<int>(p.head_dim_v);
-    const Int first_tile = p.sequences ? p.sequences[site.b].q_tiles_before : site.b * ceil_div(p.q_rows, kTileQ);
-    const Philox philox = Philox::make(p, site);
-    const auto tile_number = [&](const Tile& tile) {  // among all heads
-        return (head_kv * group + tile.h) * call.q_tiles + first_tile + tile.i0 / kTileQ;
-    };
+    const int j0 = static_cast<int>(place.row), group = static_cast<int>(p.num_heads_q / p.num_heads_kv);
+    BlockConstants& block = shared.block;
+    if (threadIdx.x == 0) describe_block(params, place, blockIdx.x / blocks, block);
+    __syncthreads();
 
     const auto copy_q = [&](const Tile& tile, int stage) {
-        const Half* const from = static_cast<const Half*>(p.q.data) + b_q * p.q.batch + (site.q_row0 + tile.i0) * p.q.row +
-                                 (head_kv * group + tile.h) * p.q.head;
-        copy_rows<kDimsQK, kTileQ>(shared.q[stage], from, p.q.row, p.q.dim, static_cast<int>(site.q_len) - tile.i0, dims_qk);
+        copy_rows<kDimsQK, kTileQ>(shared.q[stage], block.q + tile.h * p.q.head + tile.i0 * p.q.row, p.q.row, p.q.dim,
+                                   static_cast<int>(block.site.q_len) - tile.i0, static_cast<int>(p.head_dim_qk));
         if (threadIdx.x < kTileQ / 2) {
             copy_async(reinterpret_cast<Half*>(&shared.rows[stage][2 * threadIdx.x][0]),
-                       static_cast<const Half*>(call.rows) + (tile_number(tile) * kTileQ + 2 * threadIdx.x) * 4, 16);
+                       block.rows + ((tile.h * call.q_tiles * kTileQ) + tile.i0 + 2 * threadIdx.x) * 4, 16);
         }
     };
     const auto copy_d_o = [&](const Tile& tile, int stage) {
-        const Half* const from = static_cast<const Half*>(call.d_o.data) + b_q * call.d_o.batch +
-                                 (site.q_row0 + tile.i0) * call.d_o.row + (head_kv * group + tile.h) * call.d_o.head;
-        copy_rows<kDimsV, kTileQ>(shared.d_o[stage % kStages], from, call.d_o.row, call.d_o.dim,
-                                  static_cast<int>(site.q_len) - tile.i0, dims_v);
+        copy_rows<kDimsV, kTileQ>(shared.d_o[stage % kStages], block.d_o + tile.h * call.d_o.head + tile.i0 * call.d_o.row,
+                                  call.d_o.row, call.d_o.dim, static_cast<int>(block.site.q_len) - tile.i0,
+                                  static_cast<int>(p.head_dim_v));
+    };
+    const auto copy_k = [&] {
+        copy_rows<kDimsQK, kTileKV>(shared.k, block.k, p.k.row, p.k.dim, static_cast<int>(block.site.kv_len) - j0,
+                                    static_cast<int>(p.head_dim_qk));
     };
 
     GradientK dk;
@@ -396,13 +423,11 @@ TW_KERNEL(bwd_mma, Params, params) {
         if (count == 0) return;
         __syncthreads();  // the buffers have been read
         if (!keys_copied) {
-            const int keys = static_cast<int>(site.kv_len) - j0;
-            copy_rows<kDimsQK, kTileKV>(shared.k,
-                                        static_cast<const Half*>(p.k.data) + b_kv * p.k.batch + (site.kv_row0 + j0) * p.k.row + head_kv * p.k.head,
-                                        p.k.row, p.k.dim, keys, dims_qk);
-            copy_rows<kDimsV, kTileKV>(shared.v,
-                                       static_cast<const Half*>(p.v.data) + b_kv * p.v.batch + (site.kv_row0 + j0) * p.v.row + head_kv * p.v.head,
-                                       p.v.row, p.v.dim, keys, dims_v);
+            copy_k();
+            const Half* const from = static_cast<const Half*>(p.v.data) + batch_of(p.packed_kv, block.site.b) * p.v.batch +
+                                     (block.site.kv_row0 + j0) * p.v.row + block.site.head_kv * p.v.head;
+            copy_rows<kDimsV, kTileKV>(shared.v, from, p.v.row, p.v.dim, static_cast<int>(block.site.kv_len) - j0,
+                                       static_cast<int>(p.head_dim_v));
             keys_copied = true;
         }
         Tile tile = tile_at(0);
@@ -425,16 +450,15 @@ TW_KERNEL(bwd_mma, Params, params) {
             }
             commit_copies();
 
-            site.h = head_kv * group + tile.h;
+            Site site = block.site;
+            site.h += tile.h;
             const ScoreContext score(p, params.mask, site);
-            Philox own = philox;
-            own.counter1 = static_cast<Word>(site.b * p.num_heads_q + site.h);
             const bool partial = tile.tile_class != kFull;
             Scores s, dp;
             fill(s, 0);
             multiply_scores<kDimsQK>(s, shared.q[stage], shared.k);
             float probe = partial ? probe_of(s) : 0.0f;
-            const KeepBits keep = keep_bits(p, own, tile.i0, j0);
+            const KeepBits keep = keep_bits(p, site, tile.i0, j0);
             exponentiate(s, score, keep, shared, stage, tile, j0);
 #pragma unroll
             for (int r = 0; r < 2 * kRowFragments; ++r) {
@@ -446,20 +470,21 @@ TW_KERNEL(bwd_mma, Params, params) {
                 wait_for_copies<1>();
                 __syncthreads();
             }
-            const auto& d_o = shared.d_o[stage % kStages];
+            auto& d_o = shared.d_o[stage % kStages];
             multiply_scores<kDimsV>(dp, d_o, shared.v);
             if (partial) probe += probe_of(dp);
             put_gradients(s, dp, keep, static_cast<float>(p.keep_inverse), shared, stage, partial, probe != 0);
-            // Tensor cores take 0 times infinity for NaN: in a tile with hidden keys, numbers that are not finite stay out.
+            // Tensor cores take 0 times infinity for NaN: in a tile with hidden keys, numbers that are not finite become 0
+            // from here on. What sees them has NaN in P and dS.
             bool careful = false;
             if (partial) careful = __syncthreads_or(probe != 0);
             else __syncthreads();
 
             if (careful) {
-                multiply_columns<true, true, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
-            } else {
-                multiply_columns<true, false, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
+                keep_finite(shared.q[stage]), keep_finite(d_o), keep_finite(shared.k);
+                __syncthreads();
             }
+            multiply_columns<true, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
             if constexpr (kStages == 1) {
                 __syncthreads();  // dO has been read
                 if (more) copy_d_o(next, 0);
@@ -468,13 +493,9 @@ TW_KERNEL(bwd_mma, Params, params) {
             if (call.dq.data) {
                 GradientQ dq;
                 fill(dq, 0);
-                if (careful) {
-                    multiply_columns<false, true, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
-                } else {
-                    multiply_columns<false, false, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
-                }
-                const Int number = tile_number(tile);
-                int* const turns = static_cast<int*>(call.turns) + number;
+                multiply_columns<false, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
+                const Int number = tile.h * call.q_tiles + tile.i0 / kTileQ;
+                int* const turns = block.turns + number;
                 if constexpr (kDeterministic) {
                     int before = 0;  // blocks that add to this tile and have earlier keys
                     for (int base = 0; base < j0; base += kThreads * kTileKV) {
@@ -483,7 +504,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                     }
                     wait_for_turn(turns, before);
                 }
-                float* const sums = static_cast<float*>(call.dq_sums) + number * (kTileQ * kDimsQK);
+                float* const sums = block.dq_sums + number * (kTileQ * kDimsQK);
 #pragma unroll
                 for (int m = 0; m < kQueryFragments; ++m) {
 #pragma unroll
@@ -495,38 +516,32 @@ TW_KERNEL(bwd_mma, Params, params) {
                 }
                 if constexpr (kDeterministic) end_turn(turns);
             }
+            multiply_columns<true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
             if (careful) {
-                multiply_columns<true, true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
-            } else {
-                multiply_columns<true, false, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
+                __syncthreads();
+                copy_k();
+                commit_copies();
+                wait_for_copies<0>();
             }
             tile = next;
         }
     };
 
-    const Int j1 = minimum(j0 + kTileKV, site.kv_len);
-    const Range rows = query_hull(p, params.mask, site, j0, j1);
-    const int begin = static_cast<int>(rows.begin) / kTileQ * kTileQ, end = static_cast<int>(rows.end);
-    if (rows.begin < rows.end) {
-        if constexpr (kBands) {
-            const int per_head = (end - begin + kTileQ - 1) / kTileQ;
-            // Queries that see the first key and the last one see all of them.
-            Range all{0, 0};
-            if (j1 == j0 + kTileKV) all = {query_hull(p, params.mask, site, j1 - 1, j1).begin, query_hull(p, params.mask, site, j0, j0 + 1).end};
-            const int full_begin = static_cast<int>(all.begin), full_end = static_cast<int>(all.end);
-            work(per_head * static_cast<int>(group), [&](int n) {
-                const int h = n / per_head, i0 = begin + (n - h * per_head) * kTileQ;
-                return Tile{h, i0, i0 >= full_begin && i0 + kTileQ <= full_end ? kFull : kPartial};
-            });
-        } else {
-            const int lane = lane_id(), warp = warp_id();
+    if constexpr (kBands) {
+        work(block.per_head * group, [&](int n) {
+            const int h = n / block.per_head, i0 = block.begin + (n - h * block.per_head) * kTileQ;
+            return Tile{h, i0, i0 >= block.full_begin && i0 + kTileQ <= block.full_end ? kFull : kPartial};
+        });
+    } else {
+        const int lane = lane_id(), warp = warp_id();
 #pragma unroll 1
-            for (int at = 0;; ++at) {  // pieces of heads
-                const int per_head = (end - begin + kThreads * kTileQ - 1) / (kThreads * kTileQ), h = at / per_head;
-                if (h >= group) break;
-                site.h = head_kv * group + h;
-                const int start = begin + ((at - h * per_head) * kThreads + static_cast<int>(threadIdx.x)) * kTileQ;
-                const int c = start < end ? class_within(p, params.mask, site, start, j0) : kSkip;
+        for (int h = 0; h < group; ++h) {
+#pragma unroll 1
+            for (int first = 0; first < block.per_head; first += kThreads) {
+                Site site = block.site;
+                site.h += h;
+                const int number = first + static_cast<int>(threadIdx.x), start = block.begin + number * kTileQ;
+                const int c = number < block.per_head ? class_within(p, params.mask, site, start, j0) : kSkip;
                 const Word found = __ballot_sync(0xffffffffu, c != kSkip);
                 __syncthreads();  // the list before has been read
                 if (lane == 0) shared.warp_counts[warp] = __popc(found);
@@ -545,12 +560,14 @@ TW_KERNEL(bwd_mma, Params, params) {
 
     wait_for_copies<0>();
     __syncthreads();  // keys have been read
+    const Int b_kv = batch_of(p.packed_kv, block.site.b);
     if (call.dk.data) {
-        store_gradient<kDimsQK>(call.dk, dk, static_cast<float>(p.softmax_scale), shared.k, site, b_kv, j0, dims_qk, call.aligned_dkv);
+        store_gradient<kDimsQK>(call.dk, dk, static_cast<float>(p.softmax_scale), shared.k, block.site,
+                                b_kv, j0, p.head_dim_qk, call.aligned_dkv);
     }
     if (call.dv.data) {
-        store_gradient<kDimsV>(call.dv, dv, kDropout ? static_cast<float>(p.keep_inverse) : 1.0f, shared.v, site, b_kv, j0, dims_v,
-                               call.aligned_dkv);
+        store_gradient<kDimsV>(call.dv, dv, kDropout ? static_cast<float>(p.keep_inverse) : 1.0f, shared.v, block.site,
+                               b_kv, j0, p.head_dim_v, call.aligned_dkv);
     }
 }
 

@@ -24,6 +24,13 @@ TW_DEVICE Word only_finite(Word x) {
     return x & ~((above >> 15) * 0xffffu);
 }
 
+template <int kRows, int kPitch>
+TW_DEVICE void keep_finite(Half (&tile)[kRows][kPitch]) {
+    Word* const words = reinterpret_cast<Word*>(&tile[0][0]);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < kRows * kPitch / 2; n += kThreads) words[n] = only_finite(words[n]);
+}
+
 // kRows rows of kWidth numbers from global memory; zero beyond `count` rows and `dims` numbers.
 template <int kWidth, int kRows>
 TW_DEVICE void copy_rows(Half (&to)[kRows][kWidth + kPad], const Half* from, Int row, Int dim, int count, int dims) {

@@ -47,7 +47,7 @@ int64_t MmaBackwardSpec::shared_bytes() const {  // of struct Shared
     constexpr int64_t kPad = 8;
     const int64_t qk = dims_qk + kPad, v = dims_v + kPad;
     int64_t bytes = 2 * (keys * (qk + v) + queries * (2 * qk + stages * v) + 2 * queries * (keys + kPad));
-    bytes += 16 * queries + (bands ? 32 : warps * 32 * 4 + 4 * warps);
+    bytes += 160 + 16 * queries + (bands ? 32 : warps * 32 * 4 + 4 * warps);
     bytes += rolled ? int64_t{4} * queries * keys : 16;
     return (bytes + 15) / 16 * 16;
 }
