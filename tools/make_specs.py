@@ -109,10 +109,13 @@ def spec_of(row: dict[str, Any]) -> dict[str, Any]:
 
 # What models call all day: each alone, without the other options. Tuned are the passes that no arch may spill in.
 PLAIN: list[tuple[str, int, str, list[str]]] = [
-    ("float16", 64, "band", []),
+    ("float16", 64, "band", ["forward"]),
+    ("bfloat16", 64, "band", ["forward"]),
     ("bfloat16", 64, "key_padding", []),
-    ("float16", 128, "band", ["backward"]),
-    ("bfloat16", 128, "band", ["backward"]),
+    ("float16", 128, "band", ["forward", "backward"]),
+    ("bfloat16", 128, "band", ["forward", "backward"]),
+    ("float16", 256, "band", ["forward"]),
+    ("bfloat16", 256, "band", ["forward"]),
     ("float32", 64, "band", []),
     ("float32", 128, "key_padding", []),
 ]
