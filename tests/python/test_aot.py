@@ -61,7 +61,8 @@ def test_committed_specs_cover_every_pair():
     assert len(set(names)) == len(names)
     for each in PASSES:
         assert sum(each in spec.passes for spec in specs) >= 40
-    assert any(spec.tuned for spec in specs)
+    tuned = {(spec.dtype, spec.head_dim) for spec in specs if spec.tuned and spec.passes == ("forward",)}
+    assert tuned == set(itertools.product(("float16", "bfloat16"), (64, 128, 256)))  # those of the tensor cores
     assert any(not spec.tuned for spec in specs)
 
     def values(spec):
@@ -220,16 +221,19 @@ def test_bad_arch_and_no_compiler(tmp_path, monkeypatch):
 
 
 def test_one_spec_for_two_archs(nvrtc, tmp_path):
-    specs = spec_file(tmp_path, {"name": "mine", "dtype": "float16", "head_dim": 64, "passes": ["forward"]})
+    """Each gets the best kernels that it runs: sm_75 has no tensor cores for bfloat16."""
+    specs = spec_file(tmp_path, {"name": "mine", "dtype": "bfloat16", "head_dim": 64, "passes": ["forward"]})
     report = tmp_path / "report.json"
-    command = ("aot", "--out", str(tmp_path / "pack"), "--specs", specs, "--arch", "80,90a", "--jobs", "2")
+    command = ("aot", "--out", str(tmp_path / "pack"), "--specs", specs, "--arch", "75,90a", "--jobs", "2")
     code, text = run(*command, "--json", str(report))
     assert code == 0, text
     assert "fwd_simt" in text
+    assert "fwd_mma" in text
     assert "1 specs" in text
     kernels = json.loads(report.read_text())["kernels"]
     found = {(kernel["entry"], kernel["arch"]) for kernel in kernels}
-    assert {("fwd_simt", "sm_80"), ("fwd_simt", "sm_90")} <= found
+    assert {("fwd_simt", "sm_75"), ("fwd_mma", "sm_90"), ("combine", "sm_90")} <= found
+    assert not {("fwd_mma", "sm_75"), ("fwd_simt", "sm_90")} & found
     for kernel in kernels:
         assert 0 < kernel["registers"] <= 255
         assert kernel["shared_bytes"] >= 0
@@ -246,7 +250,7 @@ def test_one_spec_for_two_archs(nvrtc, tmp_path):
     code, text = run("cache", "ls", "--dir", str(tmp_path / "pack"), "--json")
     assert code == 0
     entries = json.loads(text)["entries"]
-    assert {"fwd_simt.cu sm_80", "fwd_simt.cu sm_90"} <= {" ".join(entry["about"].split()[:2]) for entry in entries}
+    assert {"fwd_simt.cu sm_75", "fwd_mma.cu sm_90"} <= {" ".join(entry["about"].split()[:2]) for entry in entries}
     assert run("cache", "verify", "--dir", str(tmp_path / "pack"))[0] == 0
     victim = Path(kernels[0]["path"])
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -266,7 +270,8 @@ def test_warmup_fills_the_cache(nvrtc, tmp_path, monkeypatch):
     assert code == 0, text
     code, text = run("cache", "ls")
     assert code == 0
-    assert "fwd_simt.cu sm_80" in text
+    assert "fwd_mma.cu sm_80" in text
+    assert "fwd_simt.cu" not in text
     assert str(tmp_path / "cache") in text
     assert run("cache", "clear", "--yes")[1].startswith(tuple("123456789"))
     assert "0 kernels" in run("cache", "ls")[1]
@@ -278,39 +283,75 @@ import numpy as np
 from tilewise import _ext
 from tilewise._arrays import view
 
-q = np.random.default_rng(0).standard_normal((1, 70, 2, 64)).astype(np.float32)
+dtype, limit = sys.argv[1], float(sys.argv[2])
+q = np.random.default_rng(0).standard_normal((1, 70, 2, 64)).astype(dtype)
 o = np.zeros_like(q)
 problem = _ext.Problem(view(q), view(q), view(q), 0)
 problem.device_type, problem.causal = 1, 1
 _ext.forward(problem, view(o), None)
+q = q.astype(np.float64)
 x = np.einsum("bihd,bjhd->bhij", q, q) / 8 + np.where(np.tri(70), 0, -np.inf)
 p = np.exp(x - x.max(-1, keepdims=True))
 wanted = np.einsum("bhij,bjhd->bihd", p / p.sum(-1, keepdims=True), q)
-assert np.abs(o - wanted).max() < 1e-5
+assert np.abs(o - wanted).max() < limit
 """
 
 
-def test_a_pack_runs_without_a_compiler(tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "limit", "file"), [("float32", 1e-5, "fwd_simt.cu"), ("float16", 2e-3, "fwd_mma.cu")]
+)
+def test_a_pack_runs_without_a_compiler(tmp_path, dtype, limit, file):
     """On the fake GPU: a pack made with the fake compiler, then a call with none."""
     pack = tmp_path / "pack"
-    specs = spec_file(tmp_path, {"dtype": "float32", "head_dim": 64, "causal": True, "passes": ["forward"]})
+    specs = spec_file(tmp_path, {"dtype": dtype, "head_dim": 64, "causal": True, "passes": ["forward"]})
     command = ["aot", "--out", str(pack), "--specs", specs, "--arch", "80", "--json", "-"]
     program = [sys.executable, "-c", "import sys; from tilewise.cli import main; sys.exit(main())"]
     made = subprocess.run([*program, *command], env=fake(), capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     kernels = json.loads(made.stdout)["kernels"]
-    assert {kernel["file"] for kernel in kernels} >= {"fwd_simt.cu", "prepare.cu"}
+    assert {kernel["file"] for kernel in kernels} >= {file, "prepare.cu"}
     assert {kernel["registers"] for kernel in kernels} == {None}  # a compiler that tells nothing
 
     def call(**environment: str):
         none = fake(TILEWISE_NVRTC="/nonexistent/libnvrtc.so", **environment)
-        return subprocess.run([sys.executable, "-c", PACKED], env=none, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", PACKED, dtype, str(limit)]
+        return subprocess.run(command, env=none, capture_output=True, text=True, check=False)
 
     done = call(TILEWISE_PACKS=str(pack))
     assert done.returncode == 0, done.stderr
     missing = call()
     assert missing.returncode != 0
     assert "/nonexistent/libnvrtc.so" in missing.stderr
+
+
+CHOICES = """
+from tilewise import _ext
+from tilewise._specs import Spec
+
+for dtype in ("float64", "float32", "float16", "bfloat16"):
+    for backend in ("", "simt"):
+        problem = Spec(dtype=dtype, head_dim=64, causal=True).problem()
+        problem.device_type, problem.backend = 1, backend
+        lines = _ext.Plan(problem, False).explain().splitlines()
+        print(dtype, backend or "any", *(line.split()[-1] for line in lines if "implementation:" in line))
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "on_tensor_cores"), [("7.0", []), ("7.5", ["float16"]), ("9.0", ["float16", "bfloat16"])]
+)
+def test_what_runs_where(gpu, on_tensor_cores):
+    """Tensor cores where the GPU has them for the dtype; the others, and who asks for them, get fwd_simt."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICES], env=fake(TILEWISE_FAKE_CC=gpu), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = {tuple(line.split()[:2]): line.split()[2] for line in done.stdout.splitlines()}
+    assert found == {
+        (dtype, backend): "fwd_mma" if dtype in on_tensor_cores and backend == "any" else "fwd_simt"
+        for dtype in _specs.DTYPES
+        for backend in ("any", "simt")
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- verdict
