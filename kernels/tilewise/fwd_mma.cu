@@ -60,6 +60,8 @@ struct Shared {
     TileSource<kDimsQK> k_source;
     TileSource<kColumns> v_source;
     ThreadConstants threads[kThreads];
+    TokenIds query_ids, key_ids;                                        // documents
+    DocumentId ids[kDocuments ? kWarps : 1][kDocuments ? kTileKV : 1];  // of the keys of a tile
     float elements[kRolled ? kElements : 1][kThreads];  // of each thread, where scores are finished one by one
 };
 static_assert(sizeof(Shared) <= kSharedBytes, "the host asks for kSharedBytes");
@@ -322,7 +324,7 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
     if ((kBands || kDocuments) && tile_class != kFull) {
         // Bit n of seen[r][c] says whether row r sees column 8 n + c of those that this thread has.
         Word seen[kRowsPerThread][2];
-        Int document[kRowsPerThread];
+        DocumentId document[kRowsPerThread];
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
             const Int i = minimum(block.query(row_of(r)), site.q_len - 1);
@@ -331,14 +333,19 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
             const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
 #pragma unroll
             for (int c = 0; c < 2; ++c) seen[r][c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
-            if constexpr (kDocuments) document[r] = query_document(score.mask, site, i);
+            if constexpr (kDocuments) document[r] = query_document(shared.query_ids, i);
         }
         if constexpr (kDocuments) {
+            DocumentId* const ids = shared.ids[warp_id()];
+            __syncwarp();
 #pragma unroll
-            for (int c = 0; c < 2; ++c) {
-#pragma unroll 4
-                for (int n = 0; n < kTileKV / 8; ++n) {
-                    const Int id = key_document(score.mask, site, minimum(j0 + column_of(n, c), site.kv_len - 1));
+            for (int n = lane_id(); n < kTileKV; n += 32) ids[n] = key_document(shared.key_ids, minimum(j0 + n, site.kv_len - 1));
+            __syncwarp();
+#pragma unroll 2
+            for (int n = 0; n < kTileKV / 8; ++n) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const DocumentId id = ids[column_of(n, c)];
 #pragma unroll
                     for (int r = 0; r < kRowsPerThread; ++r) {
                         if (id != document[r] || id < 0) seen[r][c] &= ~(1u << n);
@@ -556,7 +563,12 @@ TW_KERNEL(fwd_mma, Params, params) {
                                    (walk.end - first + kTileKV - 1) / kTileKV, whole ? k.count : 0};
     }
     shared.threads[threadIdx.x] = {k.mine(), v.mine(), k.my_offset(kDimsQK + kPad), v.my_offset(kColumns + kPad)};
-    if (threadIdx.x == 0) shared.k_source = k, shared.v_source = v;
+    if (threadIdx.x == 0) {
+        shared.k_source = k, shared.v_source = v;
+        if (kDocuments) {
+            shared.query_ids = query_documents(params.mask, site), shared.key_ids = key_documents(params.mask, site);
+        }
+    }
     // Number n of the tiles at hand.
     const auto start_of = [&](int n) { return kBands ? shared.warps[warp_id()].first + n * kTileKV : shared.list[n] & ~3; };
     const auto count = [&] { return kBands ? shared.warps[warp_id()].count : walk.count; };

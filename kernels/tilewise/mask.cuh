@@ -108,6 +108,19 @@ TW_DEVICE int key_padding_class(const abi::MaskArray& keep, const Site& site, In
     return kept.high == 0 ? kSkip : kept.low == 0 ? kPartial : kFull;
 }
 
+// The ids of the tokens of one sequence, found once.
+struct TokenIds {
+    const void* data;
+    Int first, stride;
+};
+TW_DEVICE TokenIds token_ids(const abi::MaskArray& a, const Site& site, Int token) {
+    return {a.data, plane_offset(a, site) + token * a.row, a.row};
+}
+template <int kDType>
+TW_DEVICE Int token_id(const TokenIds& ids, Int n) {
+    return load_integer(ids.data, kDType, ids.first + n * ids.stride);
+}
+
 template <int kDTypeQ, int kDTypeKV>
 TW_DEVICE bool documents_visible(const abi::MaskArray& q, const abi::MaskArray& kv, const Site& site, Int i, Int j) {
     const Int id = element<kDTypeQ>(q, site, site.q_token + i);

@@ -59,6 +59,7 @@ int64_t MmaForwardSpec::shared_bytes() const {  // of struct Shared
     int64_t bytes = 2 * rows() * (std::max(dims_qk, columns) + kPad);
     bytes += 2 * 2 * keys * (dims_qk + kPad + columns + kPad);
     bytes += round_up(bands ? 8 : warps * 32 * 4 + 4 * warps, 16) + 32 * warps + 80 + 32 * 32 * warps;
+    bytes += 48 + (documents ? int64_t{8} * warps * keys : 8);
     bytes += rolled ? int64_t{4} * rows() * keys : int64_t{4} * warps * 32;
     return (bytes + 15) / 16 * 16;
 }

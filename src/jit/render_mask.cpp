@@ -1,6 +1,7 @@
 #include "render_mask.hpp"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/mask_text.hpp"
@@ -71,10 +72,22 @@ public:
         }
         text += "    return intersect({seen.begin - site.q_offset, seen.end - site.q_offset}, {0, site.q_len});\n}\n";
         // Kernels name them whether the mask has documents or not.
-        constexpr const char* kToken = "(const MaskData& data, const Site& site, Int n) {\n    return ";
-        text +=
-            std::string("TW_DEVICE Int query_document") + kToken + (out_.documents ? documents_[0] : "n") + ";\n}\n";
-        text += std::string("TW_DEVICE Int key_document") + kToken + (out_.documents ? documents_[1] : "n") + ";\n}\n";
+        const std::string wide = std::to_string(static_cast<int>(core::DType::i64)),
+                          u32 = std::to_string(static_cast<int>(core::DType::u32));
+        const bool narrow = std::none_of(documents_.begin(), documents_.end(),
+                                         [&](const std::string& dtype) { return dtype == wide || dtype == u32; });
+        text += std::string("using DocumentId = ") + (narrow ? "int" : "Int") + ";\n";
+        const std::array<const char*, 2> sides = {"query", "key"}, tokens = {"site.q_token", "site.kv_token"};
+        for (size_t side = 0; side < 2; ++side) {
+            const std::string ids =
+                out_.documents ? "token_ids(data.masks[" + std::to_string(side) + "], site, " + tokens[side] + ")"
+                               : "{nullptr, 0, 0}";
+            const std::string id = out_.documents ? "token_id<" + documents_[side] + ">(ids, n)" : "n";
+            text += std::string("TW_DEVICE TokenIds ") + sides[side] +
+                    "_documents(const MaskData& data, const Site& site) {\n    return " + ids +
+                    ";\n}\nTW_DEVICE DocumentId " + sides[side] +
+                    "_document(const TokenIds& ids, Int n) {\n    return static_cast<DocumentId>(" + id + ");\n}\n";
+        }
         out_.text = std::move(text);
     }
 
@@ -132,8 +145,7 @@ private:
             default:
                 parts.push_back(alone(node));
                 if (node.op == MaskOp::documents && parts.size() == 1) {  // it reads the first two arrays of MaskData
-                    documents_ = {"element<" + dtype(node.array[0]) + ">(data.masks[0], site, site.q_token + n)",
-                                  "element<" + dtype(node.array[1]) + ">(data.masks[1], site, site.kv_token + n)"};
+                    documents_ = {dtype(node.array[0]), dtype(node.array[1])};
                 }
         }
     }
@@ -224,7 +236,7 @@ private:
     const Problem& p_;
     MaskProgram& out_;
     std::vector<std::string> chunks_;
-    std::vector<std::string> documents_;  // ids of a query and of a key, if the first part of the mask is documents
+    std::vector<std::string> documents_;  // dtypes of both arrays, if the first part of the mask is documents
     std::string functions_;
     int num_mods_ = 0;
 };
