@@ -1,4 +1,4 @@
-"""Tilewise: exact attention with linear memory, on NumPy arrays and torch tensors.
+"""Tilewise: exact attention with linear memory, on NumPy and CuPy arrays and torch tensors.
 
     o = tilewise.attention(q, k, v, causal=True)
 

@@ -1,24 +1,25 @@
-"""NumPy arrays and torch tensors as views that the extension takes: (address, dtype number, shape, strides).
+"""NumPy and CuPy arrays and torch tensors as views that the extension takes: (address, dtype number, shape, strides).
 
 `as_array` decides once what an argument is and brings it into a form that can be viewed without a copy; `view` is the
-cheap part that runs per call, made of attributes only (`__dlpack__` costs microseconds per tensor). torch is never
-imported here: a tensor can only exist if somebody else has imported it.
+cheap part that runs per call, made of attributes only (`__dlpack__` costs microseconds per tensor). Neither torch nor
+CuPy is imported here: a tensor can only exist if somebody else has imported it.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
 from . import _ext
 from ._errors import InvalidArgumentError, UnsupportedError, message, refuse, refuse_type
 
-# numpy.ndarray or torch.Tensor. Not spelled out as a union, since torch may be absent.
+# numpy.ndarray, torch.Tensor or cupy.ndarray. Not spelled out as a union, since torch and CuPy may be absent.
 Array: TypeAlias = Any
-# torch.device of a CUDA device; None = host memory.
+# torch.device of a CUDA device, or CupyDevice; None = host memory.
 Device: TypeAlias = Any
 View: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
@@ -47,7 +48,20 @@ class _Anywhere:
 
 ANYWHERE: Final = _Anywhere()
 
+
+@dataclass(frozen=True, slots=True)
+class CupyDevice:
+    """Where a CuPy array is; what is asked of a torch.device. Unlike one, it says that CuPy owns memory and streams."""
+
+    type: ClassVar[str] = "cuda"
+    index: int
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}"
+
+
 _tensor_type: type | tuple[()] = ()  # torch.Tensor once torch is there
+_cupy_type: type | tuple[()] = ()  # cupy.ndarray once CuPy is there
 
 
 def is_torch(value: object) -> bool:
@@ -56,6 +70,33 @@ def is_torch(value: object) -> bool:
     if not _tensor_type:
         _tensor_type = getattr(sys.modules.get("torch"), "Tensor", ())
     return isinstance(value, _tensor_type)
+
+
+def is_cupy(value: object) -> bool:
+    """Whether `value` is a CuPy array, without importing CuPy."""
+    global _cupy_type
+    if not _cupy_type:
+        _cupy_type = getattr(sys.modules.get("cupy"), "ndarray", ())
+    return isinstance(value, _cupy_type)
+
+
+def is_array(value: object) -> bool:
+    return isinstance(value, np.ndarray) or is_torch(value) or is_cupy(value)
+
+
+def kind_of(array: Array) -> str:
+    return "torch.Tensor" if is_torch(array) else "cupy.ndarray" if is_cupy(array) else "numpy.ndarray"
+
+
+def device_of(array: Array) -> Device:
+    """A CuPy array's CupyDevice, a tensor's torch.device (that of the CPU too), None for NumPy."""
+    if is_torch(array):
+        return array.device
+    return CupyDevice(array.device.id) if is_cupy(array) else None
+
+
+def on_gpu(value: Any) -> bool:
+    return (is_torch(value) and value.device.type != "cpu") or is_cupy(value)
 
 
 def torch_dtypes() -> dict[Any, int]:
@@ -95,7 +136,7 @@ def traced() -> bool:
 
 def stays(value: Any) -> bool:
     """Whether this is a tensor whose values cannot be read now: on a GPU, where that would wait, or traced."""
-    return is_torch(value) and (value.device.type != "cpu" or traced())
+    return on_gpu(value) or (is_torch(value) and traced())
 
 
 def as_array(
@@ -118,6 +159,9 @@ def as_array(
         if isinstance(value, np.ma.MaskedArray):
             refuse_type(name, "a numpy.ma.MaskedArray", "numpy.ndarray", "Give its mask as mask=, and x.filled() here.")
         return _numpy_array(value.view(np.ndarray), name)
+    if is_cupy(value):
+        check_place(value, name, device)
+        return _cupy_array(value, name)
     if sequence and isinstance(value, (list, tuple, np.generic)):
         if compiling():
             return sys.modules["torch"].tensor(value, device="cpu" if device is None or device is ANYWHERE else device)
@@ -127,14 +171,38 @@ def as_array(
             array = np.asarray(value, dtype=object)
         array = _numpy_array(array, name)
         return array if device is None or device is ANYWHERE else _to_device(array, name, device)
-    allowed = "numpy.ndarray or torch.Tensor" + (", or a list of numbers" if sequence else "")
+    allowed = "numpy.ndarray, torch.Tensor or cupy.ndarray" + (", or a list of numbers" if sequence else "")
     kind = type(value)
     where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     advice = "numpy.asarray(x) converts it." if hasattr(value, "__array__") or isinstance(value, (list, tuple)) else ""
+    if _exports_device_memory(value):
+        advice = "torch.from_dlpack(x) and cupy.from_dlpack(x) make one of the same memory."
     return refuse_type(name, f"a {where}{kind.__qualname__}", allowed, advice)
 
 
+def _exports_device_memory(value: Any) -> bool:
+    """Of another library's array: whether it is on a GPU."""
+    try:
+        return int(value.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+    except Exception:  # no array at all, or one without memory, as JAX has while it traces
+        return False
+
+
+def _cupy_array(array: Array, name: str) -> Array:
+    with array.device:  # where CuPy converts
+        array = _known_dtype(array, name)
+        return array.copy() if any(stride % array.itemsize for stride in array.strides) else array
+
+
 def _numpy_array(array: np.ndarray[Any, Any], name: str) -> Array:
+    array = _known_dtype(array, name)
+    if not array.flags.aligned or any(stride % array.itemsize for stride in array.strides):
+        array = np.array(array)  # a field of a structured array, a raw buffer at an odd address
+    return array
+
+
+def _known_dtype(array: Array, name: str) -> Array:
+    """dtypes are NumPy's."""
     dtype = array.dtype
     if dtype == np.uint16:
         array = array.astype(np.int32)  # the same values in a dtype that the library has
@@ -151,13 +219,17 @@ def _numpy_array(array: np.ndarray[Any, Any], name: str) -> Array:
             )
         else:
             refuse(name, f"dtype {dtype}", _DTYPE_NAMES)
-    if not array.flags.aligned or any(stride % dtype.itemsize for stride in array.strides):
-        array = np.array(array)  # a field of a structured array, a raw buffer at an odd address
     return array
 
 
 def check_place(array: Array, name: str, device: Device | _Anywhere) -> None:
-    """Refuses an array that is not on `device`: all of one call must be in one place."""
+    """Refuses an array that is not on `device`: all of one call must be in one place, and of one library on a GPU."""
+    of_cupy = is_cupy(array)
+    if isinstance(device, CupyDevice) and not of_cupy:
+        advice = "cupy.asarray(x) makes one, once for many calls."
+        if on_gpu(array):
+            advice = "cupy.from_dlpack(x) makes one of the same memory."
+        refuse(name, f"a {kind_of(array)}", f"a cupy.ndarray on device {device}, that of q", advice)
     if isinstance(array, np.ndarray):
         if device is not None and device is not ANYWHERE:
             refuse(
@@ -167,6 +239,17 @@ def check_place(array: Array, name: str, device: Device | _Anywhere) -> None:
                 "torch.as_tensor(x, device=q.device) makes one, once for many calls.",
             )
         return
+    if of_cupy:
+        where = device_of(array)
+        if device is None:
+            refuse(name, f"a cupy.ndarray on device {where}", "device cpu, that of q", "x.get() copies it there.")
+        if device is ANYWHERE or device == where:
+            return
+        if isinstance(device, CupyDevice):
+            advice = f"cupy.asarray(x) inside `with cupy.cuda.Device({device.index})` copies it there."
+            refuse(name, f"a cupy.ndarray on device {where}", f"device {device}, that of q", advice)
+        allowed = f"a torch.Tensor on device {device}, that of q"
+        refuse(name, "a cupy.ndarray", allowed, "torch.from_dlpack(x) makes one of the same memory.")
     place = array.device
     if place.type == "meta":
         return
@@ -183,14 +266,23 @@ def check_place(array: Array, name: str, device: Device | _Anywhere) -> None:
 
 def _to_device(array: np.ndarray[Any, Any], name: str, device: Device) -> Array:
     """Numbers of a Python list, for the kernels. The copy is queued, not waited for."""
-    torch = sys.modules["torch"]
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    of_cupy = isinstance(device, CupyDevice)
+    if of_cupy:
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device.index):
+            captured = cupy.cuda.get_current_stream().is_capturing()
+    else:
+        torch = sys.modules["torch"]
+        captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if captured:
         refuse(
             name,
             "a list, while a CUDA graph is captured",
-            f"a tensor on device {device}",
+            f"{'an array' if of_cupy else 'a tensor'} on device {device}",
             "Make it before the capture: a replay would read the list's memory again, long after it is gone.",
         )
+    if of_cupy:
+        return put_on(device, array)
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
@@ -242,6 +334,39 @@ def _check_subclass(tensor: Any, name: str, meta: bool) -> None:
     )
 
 
+def put_on(device: Device, array: Array) -> Array:
+    """A copy, of a NumPy array for CuPy, of a tensor for torch."""
+    if isinstance(device, CupyDevice):
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device.index):
+            return cupy.asarray(array)
+    return array.to(device)
+
+
+def in_dtype(array: Array, name: str) -> Array:
+    """The array itself or a copy in the dtype of this name."""
+    if is_torch(array):
+        return array.to(getattr(sys.modules["torch"], name))
+    if is_cupy(array):
+        with array.device:
+            return array.astype(name, copy=False)
+    return array.astype(name, copy=False)
+
+
+def write(out: Array, array: Array) -> Array:
+    if is_cupy(out):
+        with out.device:
+            out[...] = array
+    else:
+        out[...] = array
+    return out
+
+
+def to_host(array: Array | None) -> Array | None:
+    """A copy without a gradient in host memory, of a CuPy array a NumPy array. Waits for the device."""
+    return None if array is None else array.get() if is_cupy(array) else array.detach().cpu()
+
+
 def view(array: Array, name: str = "array") -> View:
     """(address, dtype number, shape, strides) of an array from `as_array`."""
     if type(array) is np.ndarray:
@@ -249,6 +374,10 @@ def view(array: Array, name: str = "array") -> View:
         # NumPy gives an empty array strides of 0, which would look like a broadcast.
         strides = tuple([stride // size for stride in array.strides]) if array.size else (1,) * array.ndim
         return array.__array_interface__["data"][0], _NUMPY_DTYPES[array.dtype], array.shape, strides
+    if is_cupy(array):
+        size = array.itemsize
+        strides = tuple([stride // size for stride in array.strides]) if array.size else (1,) * array.ndim
+        return array.data.ptr, _NUMPY_DTYPES[array.dtype], tuple(array.shape), strides
     try:
         address = array.data_ptr()
     except RuntimeError as error:
@@ -267,7 +396,7 @@ def view(array: Array, name: str = "array") -> View:
 
 def shape_view(array: Array) -> View:
     """Like `view`, without an address: for planning, where tensors may have no data."""
-    if type(array) is np.ndarray:
+    if type(array) is np.ndarray or is_cupy(array):
         return (0, *view(array)[1:])
     return 0, _torch_dtypes[array.dtype], array.shape, array.stride()
 
@@ -277,7 +406,7 @@ def as_view(value: Any, name: str = "array") -> View:
     return view(as_array(value, name, device=ANYWHERE), name)
 
 
-def check_output(array: Array, name: str, device: Device = None) -> Array:
+def check_output(array: Array, name: str, device: Device | _Anywhere = None) -> Array:
     """An array that results are written to: no copy may be made of it."""
     checked = as_array(array, name, device=device)
     if checked is not array and not (isinstance(array, np.ndarray) and np.may_share_memory(checked, array)):
@@ -289,7 +418,7 @@ def check_output(array: Array, name: str, device: Device = None) -> Array:
     if isinstance(checked, np.ndarray):
         if not checked.flags.writeable:
             refuse(name, "a read-only array", "an array that can be written to")
-    elif checked.requires_grad and sys.modules["torch"].is_grad_enabled():
+    elif is_torch(checked) and checked.requires_grad and sys.modules["torch"].is_grad_enabled():
         refuse(name, "a tensor that requires grad", "one that does not", "x.detach(), or torch.no_grad().")
     return checked
 
@@ -307,12 +436,15 @@ def empty(like: Array, shape: tuple[int, ...], dtype: Any = None) -> Array:
     """New array of the kind and on the device of `like`, in row-major order; dtype of `like` unless given."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype or like.dtype)
+    if is_cupy(like):
+        with like.device:
+            return sys.modules["cupy"].empty(shape, dtype or like.dtype)
     return sys.modules["torch"].empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def empty_in_order(like: Array, shape: tuple[int, ...]) -> Array:
     """New array of the kind, dtype and rank of `like`, with its axes in memory in the order of `like`'s."""
-    numpy = isinstance(like, np.ndarray)
+    numpy = not is_torch(like)
     if like.flags.c_contiguous if numpy else like.is_contiguous():
         return empty(like, shape)
     order = _order(tuple(like.shape), tuple(like.strides if numpy else like.stride()))
@@ -330,7 +462,7 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def accumulator(like: Array) -> Any:
     """dtype of lse: float64 for float64 inputs, else float32."""
-    if isinstance(like, np.ndarray):
+    if not is_torch(like):
         return np.dtype(np.float64 if like.dtype == np.float64 else np.float32)
     torch = sys.modules["torch"]
     return torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -338,4 +470,4 @@ def accumulator(like: Array) -> Any:
 
 def is_float(array: Array) -> bool:
     """Whether the dtype can have a gradient."""
-    return (_NUMPY_DTYPES if isinstance(array, np.ndarray) else torch_dtypes()).get(array.dtype, 5) < 5
+    return (torch_dtypes() if is_torch(array) else _NUMPY_DTYPES).get(array.dtype, 5) < 5

@@ -1,4 +1,4 @@
-"""Attention on NumPy arrays and torch tensors: the call, its two halves, and what is built on them.
+"""Attention on NumPy and CuPy arrays and torch tensors: the call, its two halves, and what is built on them.
 
 The method is FlashAttention-2 (Dao 2023, arXiv:2307.08691): tiles of keys pass by a tile of queries with an online
 softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), so memory is linear in the sequence lengths, and the backward
@@ -24,13 +24,20 @@ from ._arrays import (
     accumulator,
     as_array,
     check_output,
+    device_of,
     empty,
     empty_in_order,
+    in_dtype,
     inverse,
+    is_array,
+    is_cupy,
     is_float,
     is_torch,
+    put_on,
+    to_host,
     traced,
     view,
+    write,
 )
 from ._errors import InvalidArgumentError, refuse, refuse_type, refuse_unknown
 from ._problem import (
@@ -79,7 +86,7 @@ def _named_options(function: F) -> F:
 def draw_seed(like: Array, device: Device) -> Rng:
     """A seed from the generator that the user controls: torch.manual_seed, or numpy.random.seed. On a GPU it is drawn
     there, so that nobody waits and every replay of a CUDA graph has another."""
-    if isinstance(like, np.ndarray):
+    if not is_torch(like):
         return int(np.random.randint(0, 2**63, dtype=np.int64)), 0  # noqa: NPY002 (the global generator, on purpose)
     torch = sys.modules["torch"]
     if device is not None:
@@ -102,7 +109,7 @@ def rng_array(call: Call, rng: Rng) -> Array | None:
     if not isinstance(rng, tuple):
         return rng
     if not call.settings.is_torch:
-        return np.array(rng, np.int64)
+        return np.array(rng, np.int64) if call.device is None else put_on(call.device, np.array(rng, np.int64))
     torch = sys.modules["torch"]
     if call.device is None:
         return torch.tensor(rng, device="cpu")
@@ -154,7 +161,7 @@ def run_forward(
         if settings.cuda < 0:
             _ext.forward(problem, view(o), None if lse is None else view(lse))
         else:
-            _cuda.forward(problem, view(o), None if lse is None else view(lse), q.device)
+            _cuda.forward(problem, view(o), None if lse is None else view(lse), device_of(q))
     except InvalidArgumentError as error:
         renamed(settings, error)
     return o, lse
@@ -194,17 +201,13 @@ def run_backward(
         elif settings.cuda < 0:
             _ext.backward(problem, views, darrays)
         else:
-            _cuda.backward(problem, views, darrays, do.device)
+            _cuda.backward(problem, views, darrays, device_of(do))
     except InvalidArgumentError as error:
         renamed(settings, error)
     return gradients
 
 
 # The formula itself is there on the CPU only. For tensors on a GPU it is taken to the copies of them in host memory.
-
-
-def _to_host(array: Array | None) -> Array | None:
-    return None if array is None else array.detach().cpu()
 
 
 def _rng_on_host(rng: Rng) -> Rng:
@@ -216,8 +219,10 @@ def _forward_on_host(
 ) -> tuple[Array, Array | None]:
     q = arrays[Q]
     assert q is not None
-    o, lse = run_forward(settings.on_host(), [*map(_to_host, arrays)], _rng_on_host(rng), want_lse)
-    return (o.to(q.device) if out is None else out.copy_(o)), None if lse is None else lse.to(q.device)
+    device = device_of(q)
+    o, lse = run_forward(settings.on_host(), [*map(to_host, arrays)], _rng_on_host(rng), want_lse)
+    o = put_on(device, o)
+    return o if out is None else write(out, o), None if lse is None else put_on(device, lse)
 
 
 def _backward_on_host(
@@ -231,12 +236,11 @@ def _backward_on_host(
     wanted: Iterable[int],
     buffers: Mapping[int, Array] | None,
 ) -> dict[int, Array]:
-    here, pair = [*map(_to_host, arrays)], _rng_on_host(rng)
-    found = run_backward(
-        settings.on_host(), here, pair, _to_host(do), _to_host(o), _to_host(lse), _to_host(dlse), wanted
-    )
+    here, pair = [*map(to_host, arrays)], _rng_on_host(rng)
+    found = run_backward(settings.on_host(), here, pair, to_host(do), to_host(o), to_host(lse), to_host(dlse), wanted)
+    found = {place: put_on(device_of(do), gradient) for place, gradient in found.items()}
     return {
-        place: buffers[place].copy_(gradient) if buffers and place in buffers else gradient.to(do.device)
+        place: write(buffers[place], gradient) if buffers and place in buffers else gradient
         for place, gradient in found.items()
     }
 
@@ -245,7 +249,7 @@ def checked_out(out: Any, name: str, call: Call) -> Array | None:
     if out is None:
         return None
     if is_torch(out) != call.settings.is_torch:
-        check_output(out, name)  # refuses what is no array at all
+        check_output(out, name, ANYWHERE)  # refuses what is no array at all
         refuse_type(name, f"a {type(out).__name__}", "the kind of q, k and v")
     return check_output(out, name, call.device)
 
@@ -320,8 +324,8 @@ def attention(
 
     Args:
         q: [batch, seqlen_q, num_heads_q, head_dim_qk], or as `layout` says, or packed [total_q, num_heads_q,
-            head_dim_qk] with cu_seqlens_q. NumPy array, or torch tensor on the CPU or a CUDA device; float64, float32, float16 or bfloat16; any
-            strides.
+            head_dim_qk] with cu_seqlens_q. NumPy array, torch tensor on the CPU or a CUDA device, or CuPy
+            array; float64, float32, float16 or bfloat16; any strides.
         k: [batch, seqlen_kv, num_heads_kv, head_dim_qk] or packed with cu_seqlens_kv; num_heads_q is a multiple of
             num_heads_kv. Kind, dtype and device of q; so are all other arrays of the call on the device of q.
         v: like k, with head_dim_v, which may differ from head_dim_qk.
@@ -346,8 +350,8 @@ def attention(
         seqused_q, seqused_kv: int32 or int64 [batch]: only the first rows of each sequence are part of it.
         leftpad_kv: int32 or int64 [batch]: rows of k and v before it are not part of the sequence.
         dropout_p: probability in [0, 1), rounded to a multiple of 1/65536.
-        seed: None (from torch's or NumPy's global generator; on a GPU anew in every replay of a CUDA graph), an int, or
-            int64[2] (seed, offset), which is left on its device.
+        seed: None (from the global generator of torch, for other arrays NumPy's; in torch anew in every replay of a CUDA
+            graph), an int, or int64[2] (seed, offset), which is left on its device.
         deterministic: two runs give the same bits. The CPU always does; torch.use_deterministic_algorithms sets it.
         batch_invariant: bits of a row depend on its q and its visible keys and values only.
         return_lse: return (o, lse); lse float32 (float64 for float64 inputs), [batch, num_heads_q, seqlen_q] or packed
@@ -545,7 +549,7 @@ def reference(q: Any, k: Any, v: Any, *, return_lse: bool = False, out: Any = No
 def _float64(array: Array) -> Array:
     if not is_float(array):
         return array  # attention refuses it, by its own dtype
-    return array.astype(np.float64, copy=False) if isinstance(array, np.ndarray) else array.double()
+    return in_dtype(array, "float64")
 
 
 # ----------------------------------------------------------------------------------------- around attention
@@ -564,7 +568,7 @@ def _lengths(call: Call, cu: int, used: int, pad: int | None = None) -> np.ndarr
 def _index_list(value: Any, argument: str, limit: int) -> list[int]:
     if value is None:
         return list(range(limit))
-    if isinstance(value, np.ndarray) or is_torch(value):
+    if is_array(value):
         value = value.reshape(-1).tolist()
     if isinstance(value, int):
         value = [value]
@@ -590,8 +594,8 @@ def attn_probs(
     call = call_from("attn_probs", q, k, k, options)
     lse = None if lse is None else as_array(lse, "lse", device=call.device)
     if (device := call.device) is not None:
-        call.settings, call.arrays, call.device = call.settings.on_host(), [*map(_to_host, call.arrays)], None
-        lse = _to_host(lse)
+        call.settings, call.arrays, call.device = call.settings.on_host(), [*map(to_host, call.arrays)], None
+        lse = to_host(lse)
     q, k = call.arrays[Q], call.arrays[K]
     bhsd = bool(call.settings.layout)
     if call.arrays[CU_Q] is not None:
@@ -612,7 +616,7 @@ def attn_probs(
             _ext.attn_probs(call.problem(), None if lse is None else view(lse, "lse"), row_list, head_list, view(p))
         except InvalidArgumentError as error:
             renamed(call.settings, error)
-    return p if device is None else p.to(device)
+    return p if device is None else put_on(device, p)
 
 
 def dropout_mask(batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *, dropout_p: float, seed: Any) -> Any:
@@ -622,8 +626,8 @@ def dropout_mask(batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *,
     tiling and layout. Kept probabilities are scaled by 65536 / (65536 - round(65536 * dropout_p)).
 
     Args:
-        seed: an int, or int64[2] (seed, offset) such as the rng that `attention_forward` returned. A torch tensor gives a
-            torch tensor on its device (made in host memory, with a wait).
+        seed: an int, or int64[2] (seed, offset) such as the rng that `attention_forward` returned. A torch tensor or
+            a CuPy array gives one on its device (made in host memory, with a wait).
     """
     if seed is None:
         refuse_type("seed", "None", "an int, or int64[2] (seed, offset)")
@@ -633,9 +637,11 @@ def dropout_mask(batch: int, num_heads_q: int, seqlen_q: int, seqlen_kv: int, *,
     if min(shape) < 0:
         refuse("shape", shape, "extents >= 0")
     keep = np.empty(shape, np.bool_)
-    number, offset = check_seed(seed.cpu() if is_torch(seed) else seed)
+    number, offset = check_seed(to_host(seed) if is_torch(seed) or is_cupy(seed) else seed)
     _ext.dropout_mask(number, offset, dropout_p, view(keep))
-    return sys.modules["torch"].from_numpy(keep).to(seed.device) if is_torch(seed) else keep
+    if is_torch(seed):
+        return sys.modules["torch"].from_numpy(keep).to(seed.device)
+    return put_on(device_of(seed), keep) if is_cupy(seed) else keep
 
 
 def merge(o_parts: Any, lse_parts: Any, *, layout: Layout = "bshd") -> tuple[Any, Any]:
@@ -656,6 +662,9 @@ def merge(o_parts: Any, lse_parts: Any, *, layout: Layout = "bshd") -> tuple[Any
         refuse(
             "o_parts, lse_parts", f"{len(parts)} and {len(lses)} parts", "as many of one as of the other, at least one"
         )
+    if any(is_cupy(each) for each in (*parts, *lses)):
+        advice = "torch.from_dlpack(x) makes a tensor of the same memory."
+        refuse_type("o_parts, lse_parts", "a cupy.ndarray", "numpy.ndarray or torch.Tensor", advice)
     tensor = is_torch(parts[0])
     if any(is_torch(each) != tensor for each in (*parts, *lses)):
         refuse_type("o_parts, lse_parts", "NumPy arrays and torch tensors mixed", "one kind")

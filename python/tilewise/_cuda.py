@@ -1,7 +1,8 @@
-"""What a run on a CUDA device needs beside the call: a plan, the current stream, and workspace from torch's allocator.
+"""What a run on a CUDA device needs beside the call: a plan, the current stream, and workspace, of the library that the
+arrays are from, torch or CuPy.
 
-Nothing here waits for the device or allocates outside of torch, so calls can be captured in CUDA graphs and run on any
-stream. torch is there: only its tensors can be on a CUDA device.
+Nothing here waits for the device or allocates outside of that library, so calls can be captured in CUDA graphs and run on
+any stream, and memory is used again in the order of the stream.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from . import _ext
-from ._arrays import Array, Device, View
+from ._arrays import Array, CupyDevice, Device, View, view
 
 _raw_stream: Callable[[int], int] | None = None
+_nvrtc_told = False
 
 
 def _start() -> Callable[[int], int]:
@@ -32,6 +34,19 @@ def _start() -> Callable[[int], int]:
 def current_stream(index: int) -> int:
     """The CUstream that torch's own operations on this device would be queued on, as a number."""
     return (_raw_stream or _start())(index)
+
+
+def stream_of(device: Device) -> int:
+    """The CUstream that the library of `device` would queue its own operations on."""
+    global _nvrtc_told
+    if not isinstance(device, CupyDevice):
+        return current_stream(device.index)
+    if not _nvrtc_told:
+        tell_nvrtc_path()
+        _nvrtc_told = True
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(device.index):
+        return cupy.cuda.get_current_stream().ptr
 
 
 def nvrtc_folders() -> list[str]:
@@ -55,15 +70,19 @@ def tell_nvrtc_path() -> None:
 
 def prepare(problem: _ext.Problem, backward: bool, device: Device) -> tuple[_ext.Plan, int, int, int, Any]:
     """(plan, address and size of its workspace, stream, what keeps the workspace alive)."""
-    stream = current_stream(device.index)
+    stream = stream_of(device)
     plan, size = _ext.prepare(problem, backward)
     scratch = workspace(size, device)
-    return plan, scratch.data_ptr(), size, stream, scratch
+    return plan, view(scratch)[0], size, stream, scratch
 
 
 def workspace(size: int, device: Device) -> Array:
     """Memory for one run on the current stream. It can be released as soon as the run is queued: whoever gets it next
     on the same stream comes later."""
+    if isinstance(device, CupyDevice):
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device.index):
+            return cupy.empty(size, "uint8")
     torch = sys.modules["torch"]
     return torch.empty(size, dtype=torch.uint8, device=device)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import numpy as np
-
 from . import _cuda, _ext
-from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, view
+from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, is_torch, view
 from ._attention import (
     Gradients,
     _gradients,
@@ -97,15 +95,15 @@ class Plan:
 
     def _scratch(self, workspace: Any, problem: _ext.Problem, call: Call) -> tuple[int, int, int, Any]:
         """(address, bytes, stream, what keeps the memory alive); address 0 = the extension allocates for this run."""
-        stream = 0 if call.device is None else _cuda.current_stream(call.settings.cuda)
+        stream = 0 if call.device is None else _cuda.stream_of(call.device)
         if workspace is None:
             if call.device is None:
                 return 0, 0, stream, None
             array = _cuda.workspace(self._plan.workspace_bytes_for(problem), call.device)
-            return array.data_ptr(), array.numel(), stream, array
+            return view(array)[0], int(array.nbytes), stream, array
         array = check_output(workspace, "workspace", call.device)
         size = int(array.nbytes)
-        contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
+        contiguous = array.is_contiguous() if is_torch(array) else array.flags.c_contiguous
         address = view(array)[0]
         if not contiguous or address % 64 or size < self.workspace_bytes:
             refuse(
@@ -199,9 +197,7 @@ class Plan:
 def _has_lengths(call: Call) -> bool:
     """Whether the arrays that hold lengths have data; q, k and v need none to be planned for."""
     arrays = [call.arrays[place] for place in (Q, CU_Q, CU_KV, USED_Q, USED_KV, LEFTPAD, Q_OFFSET)]
-    return all(
-        isinstance(array, np.ndarray) or _has_data(array) for array in (*arrays, *call.arrays) if array is not None
-    )
+    return all(not is_torch(array) or _has_data(array) for array in (*arrays, *call.arrays) if array is not None)
 
 
 def _has_data(tensor: Any) -> bool:

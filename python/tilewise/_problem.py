@@ -26,7 +26,11 @@ from ._arrays import (
     as_array,
     check_place,
     compiling,
+    device_of,
+    in_dtype,
+    is_array,
     is_torch,
+    kind_of,
     shape_view,
     stays,
     view,
@@ -248,13 +252,16 @@ class Call:
     ) -> None:
         q = as_array(q, "q", meta=meta, device=ANYWHERE)
         tensor = is_torch(q)
-        device = q.device if tensor and q.device.type == "cuda" else None
+        device = device_of(q)
+        if device is not None and device.type != "cuda":
+            device = None
         if is_torch(k) != tensor or is_torch(v) != tensor:
             k, v = as_array(k, "k", meta=meta, device=ANYWHERE), as_array(v, "v", meta=meta, device=ANYWHERE)
-            kinds = ", ".join("torch.Tensor" if is_torch(each) else "numpy.ndarray" for each in (q, k, v))
-            refuse_type(
-                "q, k, v", kinds, "one kind for all three", "torch.from_numpy(x) and x.numpy() convert without a copy."
-            )
+            kinds = ", ".join(map(kind_of, (q, k, v)))
+            ways = "torch.from_numpy(x) and x.numpy()"
+            if "cupy" in kinds:
+                ways = "torch.from_dlpack(x) and cupy.from_dlpack(x)"
+            refuse_type("q, k, v", kinds, "one kind for all three", f"{ways} convert without a copy.")
         k = as_array(k, "k", meta=meta, device=device)
         v = as_array(v, "v", meta=meta, device=device)
 
@@ -285,7 +292,9 @@ class Call:
             offset_array = as_array(q_offset, "q_offset", sequence=True, meta=meta, device=device)
             if offset_array.ndim == 0:  # one for all
                 batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-                offset_array = offset_array.expand(batch)
+                offset_array = (
+                    offset_array.expand(batch) if tensor else sys.modules["cupy"].broadcast_to(offset_array, (batch,))
+                )
         if causal is True or causal is False:
             s.causal = causal
         elif isinstance(causal, str) and causal == "top_left":
@@ -408,7 +417,7 @@ def _hint(value: Any, argument: str) -> int:
 def _refuse_unread(value: Any, argument: str, kind: str) -> None:
     if stays(value):
         refuse_type(
-            argument, f"a tensor on device {value.device}", kind, "x.item() reads it, and waits for the device."
+            argument, f"an array on device {device_of(value)}", kind, "x.item() reads it, and waits for the device."
         )
 
 
@@ -433,7 +442,7 @@ def real(value: Any, argument: str) -> float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return float(value)
     _refuse_unread(value, argument, "a number")
-    if (isinstance(value, np.ndarray) or is_torch(value)) and value.ndim == 0:
+    if is_array(value) and value.ndim == 0:
         if getattr(value, "requires_grad", False):
             refuse(
                 argument,
@@ -462,13 +471,13 @@ def check_seed(seed: Any, device: Device = None) -> Rng:
         if not -(2**63) <= number < 2**64:
             refuse("seed", number, "64 bits")
         return (number if number < 2**63 else number - 2**64, 0)
-    if isinstance(seed, np.ndarray) or is_torch(seed):
+    if is_array(seed):
         array = as_array(seed, "seed", meta=True, device=ANYWHERE)
         if tuple(array.shape) != (2,) or "int" not in str(array.dtype):
             refuse("seed", f"{array.dtype} {list(array.shape)}", "None, an int, or int64[2] (seed, offset)")
         if stays(array):
             check_place(array, "seed", device)
-            return array.long()
+            return in_dtype(array, "int64")
         return int(array[0]), int(array[1])
     if isinstance(seed, (tuple, list)) and len(seed) == 2:
         return integer(seed[0], "seed"), integer(seed[1], "seed offset")

@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from ._arrays import ANYWHERE, Array, as_array, is_torch
+from ._arrays import ANYWHERE, Array, as_array, is_array, is_torch, on_gpu
 from ._errors import ArgumentTypeError, InvalidArgumentError, TraceError, message
 
 # Kinds of a traced value, ordered: they widen silently from left to right.
@@ -292,9 +292,9 @@ def as_node(value: Any) -> Node:
         if math.isnan(value):
             raise TraceError(message("constant", "NaN", "numbers, inf and -inf"))
         return Node(repr(value), (), REAL)
-    if isinstance(value, np.ndarray) or is_torch(value):
-        on_host = isinstance(value, np.ndarray) or value.device.type == "cpu"  # reading another would wait for the GPU
-        if value.ndim == 0 and on_host and not getattr(value, "requires_grad", False):
+    if is_array(value):
+        # Reading a number from a GPU would wait for it.
+        if value.ndim == 0 and not on_gpu(value) and not getattr(value, "requires_grad", False):
             return as_node(value.item())
         raise TraceError(_CAPTURE)
     raise TraceError(
@@ -399,7 +399,7 @@ _FOREIGN: Final[dict[str, Callable[..., Node]]] = {
 
 def _foreign(library: str, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Node:
     for each in args:
-        if not isinstance(each, Node) and (isinstance(each, np.ndarray) or is_torch(each)) and each.ndim > 0:
+        if not isinstance(each, Node) and is_array(each) and each.ndim > 0:
             raise TraceError(_CAPTURE)
     function = _FOREIGN.get(name.strip("_"))
     if function is None or options:
@@ -480,7 +480,7 @@ class Function:
         self.expression = _trace(role, function, facts)
         self.arrays: tuple[tuple[str, Array], ...] = tuple((name, values[name]) for name in self.expression.arrays)
         self.scalars: tuple[float, ...] = tuple(float(values[name]) for name in self.expression.scalars)
-        self.on_host = not any(is_torch(array) and array.device.type != "cpu" for _, array in self.arrays)
+        self.on_host = not any(on_gpu(array) for _, array in self.arrays)
 
     def text(self, arrays: tuple[int, ...], scalars: tuple[int, ...]) -> str:
         """The text with its arrays and scalars numbered as given."""

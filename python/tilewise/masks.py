@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ._arrays import ANYWHERE, Array, as_array, compiling, is_float, is_torch, stays
+from ._arrays import ANYWHERE, Array, as_array, compiling, device_of, is_array, is_float, on_gpu, stays
 from ._errors import refuse, refuse_type
 from ._trace import Function
 
@@ -46,7 +46,7 @@ class Resolved:
                 return n
         self.arrays.append(array)
         self.names.append(name)
-        if is_torch(array) and array.device.type != "cpu":
+        if on_gpu(array):
             self.on_host = False
         return len(self.arrays) - 1
 
@@ -164,7 +164,7 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
     """A mask, or a bool or integer array as `dense`."""
     if isinstance(value, Mask):
         return value
-    if isinstance(value, np.ndarray) or is_torch(value):
+    if is_array(value):
         return dense(value)
     if callable(value):
         refuse_type(
@@ -178,7 +178,7 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
 def _int(value: Any, argument: str) -> int:
     if stays(value):
         refuse_type(
-            argument, f"a tensor on device {value.device}", "an int", "int(x) reads it, and waits for the device."
+            argument, f"an array on device {device_of(value)}", "an int", "int(x) reads it, and waits for the device."
         )
     try:
         return operator.index(value)
@@ -229,7 +229,7 @@ def prefix(length: Any) -> Mask:
 
     length: int, or integer [batch] or [batch, heads]. Contains causal, so it is refused together with causal=True.
     """
-    if isinstance(length, (list, tuple, np.ndarray)) or is_torch(length):
+    if isinstance(length, (list, tuple)) or is_array(length):
         if not isinstance(length, (list, tuple)) and length.ndim == 0 and not stays(length):
             return _Kind("prefix", _int(length, "prefix"))
         return _Kind("prefix", _ints(length, "prefix"))
@@ -260,7 +260,7 @@ def tree(bits: Any, n: Any) -> Mask:
     bits: uint32 (or int32) words, [batch, seqlen_q, ceil(n / 32)], bit c at bit c % 32 of word c // 32. n: int, or
     integer [batch].
     """
-    if isinstance(n, (list, tuple, np.ndarray)) or (is_torch(n) and n.ndim > 0):
+    if isinstance(n, (list, tuple, np.ndarray)) or (is_array(n) and n.ndim > 0):
         return _Kind("tree", _ints(bits, "tree bits"), _ints(n, "tree n"))
     return _Kind("tree", _ints(bits, "tree bits"), _int(n, "tree n"))
 

@@ -75,7 +75,7 @@ def test_bfloat16_of_ml_dtypes(qkv):
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        ([[1.0]], "numpy.ndarray or torch.Tensor"),
+        ([[1.0]], "numpy.ndarray, torch.Tensor or cupy.ndarray"),
         (1.0, "float"),
         (None, "NoneType"),
         (np.ma.masked_array(np.zeros((1, 5, 2, 8))), "MaskedArray"),
