@@ -129,6 +129,7 @@ struct MmaBackward {  // bwd_mma, and what comes before and after it
     void *rows, *dq_sums, *turns;
     Int q_tiles;  // of all sequences; when lengths are in device memory, no fewer than there are
     Int columns;  // of a tile of dq_sums
+    Int spread;   // blocks are numbered by tile of keys first, then by head and sequence
 };
 
 // Captured arrays: the sums, contiguous (null: all zero), and where they go rounded to the dtype of the array.

@@ -9,7 +9,7 @@
 //     dQ += dS K                       in fp32 in global memory, since other keys add to the same rows
 //
 // bwd_mma_finish.cu makes lse and D beforehand, and rounds dQ afterwards. The sums of dQ are atomic, in any order, unless
-// kDeterministic: then blocks add in the order of their keys, and none waits for a block with a larger number.
+// kDeterministic: then blocks take turns, and none waits for a block with a larger number.
 //
 // grid.x: key-value heads, and tiles of keys in them.
 
@@ -34,6 +34,7 @@ constexpr int kQueryFragments = kTileQ / kWarpsQueries / 16;
 template <int kDims, int kSharers>
 constexpr int kPairs = (kDims / 16 + kSharers - 1) / kSharers;
 
+static_assert(kReadAhead <= kKeyFragments / 2, "left fragments are read one step ahead");
 static_assert(kRowFragments > 0 && kKeyFragments > 0 && kKeyFragments % 2 == 0 && kOwnFragments > 0 && kQueryFragments > 0);
 
 using Scores = float[kRowFragments][kKeyFragments][4];
@@ -45,7 +46,7 @@ struct __align__(16) BlockConstants {
     const Half* rows;            // lse and D, likewise
     float* dq_sums;
     int* turns;
-    int begin, per_head;         // the first tile of queries, and how many there are in a head
+    int begin, end, per_head;    // the first tile of queries, and how many there are in a head
     int full_begin, full_end;    // bands: queries that see all keys of the block
 };
 
@@ -58,6 +59,7 @@ struct Shared {
     Half p[kTileQ][kTileKV + kPad];
     Half ds[kTileQ][kTileKV + kPad];
     float rows[2][kTileQ][2];         // lse in powers of two, D
+    int seen[kBands ? kTileQ : 2][2];  // keys of the block that a row sees: the first one, and behind the last one
     int list[kBands ? 4 : kThreads];  // where tiles to work on start, and their class in the low two bits
     int warp_counts[kBands ? 4 : kWarps];
     float elements[kRolled ? kElements : 1][kRolled ? kThreads : 4];  // of each thread, where scores are finished one by one
@@ -91,23 +93,31 @@ TW_DEVICE int first_column() { return warp_id() / kWarpsQ * (kKeyFragments * 8);
 TW_DEVICE int row_of(int r) { return first_row() + r / 2 * 16 + r % 2 * 8 + lane_id() / 4; }
 TW_DEVICE int column_of(int n, int c) { return first_column() + n * 8 + lane_id() % 4 * 2 + c; }
 
-// s += left right^T, over kDims columns of both.
+// s += left right^T, over kDims columns of both. Fragments of right are read kReadAhead products before they are needed,
+// those of left a step before: shared memory takes its time, and few warps are there to hide it.
 template <int kDims>
 TW_DEVICE void multiply_scores(Scores& s, const Half (*left)[kDims + kPad], const Half (*right)[kDims + kPad]) {
+    constexpr int kColumnPairs = kKeyFragments / 2, kProducts = kDims / 16 * kColumnPairs, kRing = kReadAhead + 1;
+    Word a[2][kRowFragments][4], b[kRing][4];
+    const auto read = [&](int g) {
+        const int d = g / kColumnPairs, n = g % kColumnPairs;
+        if (n == 0) {
 #pragma unroll
-    for (int d = 0; d < kDims; d += 16) {
-        Word a[kRowFragments][4];
+            for (int m = 0; m < kRowFragments; ++m) load_a(a[d % 2][m], left, first_row() + m * 16, d * 16);
+        }
+        load_b(b[g % kRing], right, first_column() + n * 16, d * 16);
+    };
 #pragma unroll
-        for (int m = 0; m < kRowFragments; ++m) load_a(a[m], left, first_row() + m * 16, d);
+    for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
 #pragma unroll
-        for (int n = 0; n < kKeyFragments; n += 2) {
-            Word b[4];
-            load_b(b, right, first_column() + n * 8, d);
+    for (int g = 0; g < kProducts; ++g) {
+        if (g + kReadAhead < kProducts) read(g + kReadAhead);
+        const int d = g / kColumnPairs, n = g % kColumnPairs;
+        const Word(&x)[4] = b[g % kRing];
 #pragma unroll
-            for (int m = 0; m < kRowFragments; ++m) {
-                mma(s[m][n], a[m], b[0], b[1]);
-                mma(s[m][n + 1], a[m], b[2], b[3]);
-            }
+        for (int m = 0; m < kRowFragments; ++m) {
+            mma(s[m][2 * n], a[d % 2][m], x[0], x[1]);
+            mma(s[m][2 * n + 1], a[d % 2][m], x[2], x[3]);
         }
     }
 }
@@ -117,24 +127,32 @@ TW_DEVICE void multiply_scores(Scores& s, const Half (*left)[kDims + kPad], cons
 template <bool kTransposed, int kDims, int kDepth, int kSharers, int kRows, int kLeftPitch>
 TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4], const Half (*left)[kLeftPitch], int row,
                                 const Half (*right)[kDims + kPad], int column) {
-#pragma unroll
-    for (int depth = 0; depth < kDepth; depth += 16) {
-        Word a[kRows][4];
-#pragma unroll
-        for (int m = 0; m < kRows; ++m) {
-            if constexpr (kTransposed) load_a_transposed(a[m], left, row + m * 16, depth);
-            else load_a(a[m], left, row + m * 16, depth);
-        }
-#pragma unroll
-        for (int n = 0; n < kPairs<kDims, kSharers>; ++n) {
-            if (kDims / 16 % kSharers != 0 && column + n * kSharers >= kDims / 16) break;
-            Word b[4];
-            load_b_transposed(b, right, depth, (column + n * kSharers) * 16);
+    constexpr int kColumnPairs = kPairs<kDims, kSharers>, kProducts = kDepth / 16 * kColumnPairs, kRing = kReadAhead + 1;
+    Word a[2][kRows][4], b[kRing][4];
+    const auto has = [&](int n) { return kDims / 16 % kSharers == 0 || column + n * kSharers < kDims / 16; };
+    const auto read = [&](int g) {
+        const int depth = g / kColumnPairs, n = g % kColumnPairs;
+        if (n == 0) {
 #pragma unroll
             for (int m = 0; m < kRows; ++m) {
-                mma(x[m][2 * n], a[m], b[0], b[1]);
-                mma(x[m][2 * n + 1], a[m], b[2], b[3]);
+                if constexpr (kTransposed) load_a_transposed(a[depth % 2][m], left, row + m * 16, depth * 16);
+                else load_a(a[depth % 2][m], left, row + m * 16, depth * 16);
             }
+        }
+        if (has(n)) load_b_transposed(b[g % kRing], right, depth * 16, (column + n * kSharers) * 16);
+    };
+#pragma unroll
+    for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
+#pragma unroll
+    for (int g = 0; g < kProducts; ++g) {
+        if (g + kReadAhead < kProducts) read(g + kReadAhead);
+        const int depth = g / kColumnPairs, n = g % kColumnPairs;
+        if (!has(n)) continue;
+        const Word(&y)[4] = b[g % kRing];
+#pragma unroll
+        for (int m = 0; m < kRows; ++m) {
+            mma(x[m][2 * n], a[depth % 2][m], y[0], y[1]);
+            mma(x[m][2 * n + 1], a[depth % 2][m], y[2], y[3]);
         }
     }
 }
@@ -197,51 +215,48 @@ TW_DEVICE void put(Half (&to)[kTileQ][kTileKV + kPad], int r, int n, float left,
     *reinterpret_cast<Word*>(&to[row_of(r)][column_of(n, 0)]) = pack(left, right);
 }
 
-// From products to P, which goes to shared memory, dropout applied; s then holds dS / dP'.
+// From products to P, which goes to shared memory, dropout applied; s then holds dS / dP'. One by one, in a loop that is
+// not unrolled: a hundred copies of a long expression would take longer to compile than most problems take to run.
+TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
+                                     const Tile& tile, int j0) {
+    float* const mine = &shared.elements[0][threadIdx.x];
+    constexpr int kStride = kRolled ? kThreads : 0;
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) mine[e * kStride] = s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4];
+#pragma unroll 1
+    for (int e = 0; e < kElements; ++e) {
+        const int row = row_of(e / 4 / kKeyFragments * 2 + e % 4 / 2), column = column_of(e / 4 % kKeyFragments, e % 2);
+        const Int i = tile.i0 + row, j = j0 + column;
+        const float lse = shared.rows[stage][row][0];
+        float probability = 0, factor = 1;
+        if (lse != Limits<float>::infinity() && score.sees(tile.tile_class, i, j)) {
+            float capped;
+            const float input = score.before_mod(mine[e * kStride], i, j, capped), x = score.after_mod(input, i, j);
+            if (x != -Limits<float>::infinity()) {
+                probability = exp2_fast(x * kLog2E - lse);
+                if constexpr (kScoreMod) factor = score_mod_gradient(score.site, score.mask, input, i, j);
+                if (kSoftcap) factor *= 1 - capped / score.softcap * (capped / score.softcap);
+            }
+        }
+        shared.p[row][column] = Float<kDTypeQ>::store(keep[e] ? probability : 0.0f);
+        mine[e * kStride] = probability == 0 ? 0.0f : probability * factor;
+    }
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4] = mine[e * kStride];
+}
+
+// The same for options of few instructions; kMasked: a row sees the keys that shared.seen says.
+template <bool kMasked>
 TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
                             const Tile& tile, int j0) {
     const Site& site = score.site;
-    constexpr bool kByElement = kBias || kScoreMod;  // each score takes more than a few instructions
-    if (kRolled && (kByElement || (!kBands && tile.tile_class != kFull))) {
-        // A loop that is not unrolled: a hundred copies of a long expression would take longer to compile than most
-        // problems take to run.
-        float* const mine = &shared.elements[0][threadIdx.x];
-        constexpr int kStride = kRolled ? kThreads : 0;
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) mine[e * kStride] = s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4];
-#pragma unroll 1
-        for (int e = 0; e < kElements; ++e) {
-            const int row = row_of(e / 4 / kKeyFragments * 2 + e % 4 / 2), column = column_of(e / 4 % kKeyFragments, e % 2);
-            const Int i = tile.i0 + row, j = j0 + column;
-            const float lse = shared.rows[stage][row][0];
-            float probability = 0, factor = 1;
-            if (lse != Limits<float>::infinity() && score.sees(tile.tile_class, i, j)) {
-                float capped;
-                const float input = score.before_mod(mine[e * kStride], i, j, capped), x = score.after_mod(input, i, j);
-                if (x != -Limits<float>::infinity()) {
-                    probability = exp2_fast(x * kLog2E - lse);
-                    if constexpr (kScoreMod) factor = score_mod_gradient(site, score.mask, input, i, j);
-                    if (kSoftcap) factor *= 1 - capped / score.softcap * (capped / score.softcap);
-                }
-            }
-            shared.p[row][column] = Float<kDTypeQ>::store(keep[e] ? probability : 0.0f);
-            mine[e * kStride] = probability == 0 ? 0.0f : probability * factor;
-        }
-#pragma unroll
-        for (int e = 0; e < kElements; ++e) s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4] = mine[e * kStride];
-        return;
-    }
     const float scale = score.scale * kLog2E;
 #pragma unroll
     for (int r = 0; r < 2 * kRowFragments; ++r) {
         const float lse = shared.rows[stage][row_of(r)][0];
         Word seen[2] = {~0u, ~0u};
-        if (kBands && tile.tile_class != kFull) {
-            const Int i = tile.i0 + row_of(r);
-            Range keys{0, 0};
-            if (i < site.q_len) keys = key_hull(score.p, score.mask, site, i, i + 1);
-            const int first = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV)) - column_of(0, 0);
-            const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
+        if constexpr (kMasked) {
+            const int first = shared.seen[row_of(r)][0] - column_of(0, 0), end = shared.seen[row_of(r)][1] - column_of(0, 0);
             // Bit n says whether the row sees column 8 n + c of those that this thread has.
 #pragma unroll
             for (int c = 0; c < 2; ++c) seen[c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
@@ -266,8 +281,9 @@ TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits
                 } else {
                     probability[c] = exp2_fast(x * scale - lse);
                 }
-                if (kBands && tile.tile_class != kFull && !(seen[c] >> n & 1u)) probability[c] = 0;
-                x = kSoftcap ? (probability[c] == 0 ? 0.0f : probability[c] * factor) : probability[c];
+                if (kMasked && !(seen[c] >> n & 1u)) probability[c] = 0;
+                x = kSoftcap ? probability[c] * factor : probability[c];
+                if (kSoftcap && kMasked && probability[c] == 0) x = 0;  // the factor of a hidden key may be anything
                 if (!keep[element_of(r / 2, n, r % 2 * 2 + c)]) probability[c] = 0;
             }
             put(shared.p, r, n, probability[0], probability[1]);
@@ -275,10 +291,10 @@ TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits
     }
 }
 
-// dS into shared memory, from what exponentiate left and dP'. Hidden keys have 0, whatever dP' is. If P does not show that
-// a row of dO is not finite, it does so from here on.
-TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& keep, float keep_inverse, Shared& shared, int stage,
-                             bool partial, bool careful) {
+// dS into shared memory, from what exponentiate left and dP'. kPartial: hidden keys have 0, whatever dP' is.
+template <bool kPartial>
+TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& keep, float keep_inverse, Shared& shared,
+                             int stage) {
 #pragma unroll
     for (int r = 0; r < 2 * kRowFragments; ++r) {
         const float delta = kDropout ? shared.rows[stage][row_of(r)][1] : 0.0f;  // dP' has it already without dropout
@@ -291,11 +307,21 @@ TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& 
                 float gradient = dp[r / 2][n][e];
                 if (kDropout) gradient = (keep[element_of(r / 2, n, e)] ? gradient * keep_inverse : 0.0f) - delta;
                 const float factor = s[r / 2][n][e];
-                ds[c] = partial && factor == 0 ? 0.0f : factor * gradient;
-                if (careful && ds[c] != ds[c]) shared.p[row_of(r)][column_of(n, c)] = 0x7fff;
+                ds[c] = kPartial && factor == 0 ? 0.0f : factor * gradient;
             }
             put(shared.ds, r, n, ds[0], ds[1]);
         }
+    }
+}
+
+// P of this thread becomes NaN where its dS is: that a row of dO is not finite would not show in dV otherwise, once dO
+// has been cleaned.
+TW_DEVICE void spread_nan(Shared& shared) {
+#pragma unroll 1
+    for (int e = 0; e < kElements; ++e) {
+        const int row = row_of(e / 4 / kKeyFragments * 2 + e % 4 / 2), column = column_of(e / 4 % kKeyFragments, e % 2);
+        const float ds = Float<kDTypeQ>::template load<float>(shared.ds[row][column]);
+        if (ds != ds) shared.p[row][column] = 0x7fff;
     }
 }
 
@@ -362,6 +388,7 @@ TW_DEVICE void describe_block(const Params& params, const Place& place, Int head
     const Site site = make_site(p, place.b, h);
     const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
     block.site = site;
+    block.site.head_kv = head_kv;  // also where there are no query heads
     block.q = static_cast<const Half*>(p.q.data) + b_q * p.q.batch + site.q_row0 * p.q.row + h * p.q.head;
     block.d_o = static_cast<const Half*>(call.d_o.data) + b_q * call.d_o.batch + site.q_row0 * call.d_o.row + h * call.d_o.head;
     block.k = static_cast<const Half*>(p.k.data) + b_kv * p.k.batch + (site.kv_row0 + j0) * p.k.row + head_kv * p.k.head;
@@ -372,9 +399,9 @@ TW_DEVICE void describe_block(const Params& params, const Place& place, Int head
 
     const Int j1 = minimum(j0 + kTileKV, site.kv_len);
     const Range rows = query_hull(p, params.mask, site, j0, j1);
-    const int end = static_cast<int>(maximum(rows.begin, rows.end));
+    block.end = static_cast<int>(maximum(rows.begin, rows.end));
     block.begin = static_cast<int>(rows.begin) / kTileQ * kTileQ;
-    block.per_head = rows.begin < rows.end ? (end - block.begin + kTileQ - 1) / kTileQ : 0;
+    block.per_head = rows.begin < rows.end ? (block.end - block.begin + kTileQ - 1) / kTileQ : 0;
     // Queries that see the first key and the last one see all of them.
     block.full_begin = block.full_end = 0;
     if (j1 == j0 + kTileKV) {
@@ -389,12 +416,20 @@ TW_KERNEL(bwd_mma, Params, params) {
     const abi::MmaBackward& call = params.call;
     const abi::Problem& p = call.problem;
     const Int blocks = gridDim.x / p.num_heads_kv;
-    // The first keys of a causal mask are seen by most queries; the blocks that start first get them.
-    const Place place = place_of(p, blockIdx.x % blocks, false);
+    Int head_kv = blockIdx.x / blocks, number = blockIdx.x % blocks;
+    if (call.spread) {  // tile after tile of all heads
+        const Int sequences = p.num_heads_kv * p.batch, n = blockIdx.x % sequences;
+        head_kv = n / p.batch, number = n % p.batch * (blocks / p.batch) + blockIdx.x / sequences;
+        if (kDeterministic) number = n % p.batch * (blocks / p.batch) + blocks / p.batch - 1 - blockIdx.x / sequences;
+    } else if (kDeterministic) {
+        number = blocks - 1 - number;
+    }
+    // The first keys of a causal mask are seen by most queries: without turns, the blocks that start first get them.
+    const Place place = place_of(p, number, false);
     if (place.b < 0) return;
     const int j0 = static_cast<int>(place.row), group = static_cast<int>(p.num_heads_q / p.num_heads_kv);
     BlockConstants& block = shared.block;
-    if (threadIdx.x == 0) describe_block(params, place, blockIdx.x / blocks, block);
+    if (threadIdx.x == 0) describe_block(params, place, head_kv, block);
     __syncthreads();
 
     const auto copy_q = [&](const Tile& tile, int stage) {
@@ -415,6 +450,29 @@ TW_KERNEL(bwd_mma, Params, params) {
                                     static_cast<int>(p.head_dim_qk));
     };
 
+    // Turns: blocks with later keys add to a tile of dQ first. A causal mask then needs no waiting: such a block comes to
+    // the tile earlier, and blocks that others wait for have lower numbers.
+    const auto turns_of = [&](const Tile& tile) { return block.turns + tile.h * call.q_tiles + tile.i0 / kTileQ; };
+    const auto await_turn = [&](const Tile& tile) {
+        if (!kDeterministic || !call.dq.data) return;
+        int first = 0;  // how many blocks come before this one
+        Site site = block.site;
+        site.h += tile.h;
+        if constexpr (kWindow) {  // the keys that a tile of queries sees are one range
+            const Range keys = key_hull(p, params.mask, site, tile.i0, minimum(tile.i0 + kTileQ, site.q_len));
+            first = (static_cast<int>(keys.end) - 1) / kTileKV - j0 / kTileKV;
+        } else {
+            for (int base = j0 + kTileKV; base < site.kv_len; base += kThreads * kTileKV) {
+                const int other = base + static_cast<int>(threadIdx.x) * kTileKV;
+                first += __syncthreads_count(other < site.kv_len && works_on(p, params.mask, site, tile.i0, other));
+            }
+        }
+        if (threadIdx.x == 0) wait_for(turns_of(tile), first);
+    };
+    const auto end_turn = [&](const Tile& tile) {
+        if (kDeterministic && call.dq.data && threadIdx.x == 0) atomicAdd(turns_of(tile), 1);
+    };
+
     GradientK dk;
     GradientV dv;
     fill(dk, 0), fill(dv, 0);
@@ -430,7 +488,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                                        static_cast<int>(p.head_dim_v));
             keys_copied = true;
         }
-        Tile tile = tile_at(0);
+        Tile tile = tile_at(Tile{}, 0), before = tile;
         copy_q(tile, 0);
         if constexpr (kStages == 1) commit_copies();
         copy_d_o(tile, 0);
@@ -439,12 +497,23 @@ TW_KERNEL(bwd_mma, Params, params) {
         for (int n = 0; n < count; ++n) {
             const int stage = n % 2;
             const bool more = n + 1 < count;
-            Tile next = tile;
-            if (more) next = tile_at(n + 1);
+            if (kBands && tile.tile_class != kFull) {
+#pragma unroll 1
+                for (int r = threadIdx.x; r < kTileQ; r += kThreads) {
+                    const Int i = tile.i0 + r;
+                    Range keys{0, 0};
+                    if (i < block.site.q_len) keys = key_hull(p, params.mask, block.site, i, i + 1);
+                    shared.seen[r][0] = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV));
+                    shared.seen[r][1] = static_cast<int>(clamp(keys.end - j0, 0, kTileKV));
+                }
+            }
             // Of this tile all is there, or with one stage all but dO; the tile before has been read.
             wait_for_copies<kStages == 1 ? 1 : 0>();
+            if constexpr (kDeterministic) __threadfence();  // what this thread has added comes before the end of its turn
             __syncthreads();
+            if (n > 0) end_turn(before);
             if (more) {
+                const Tile next = tile_at(tile, n + 1);
                 copy_q(next, 1 - stage);
                 if constexpr (kStages == 2) copy_d_o(next, 1 - stage);
             }
@@ -459,7 +528,15 @@ TW_KERNEL(bwd_mma, Params, params) {
             multiply_scores<kDimsQK>(s, shared.q[stage], shared.k);
             float probe = partial ? probe_of(s) : 0.0f;
             const KeepBits keep = keep_bits(p, site, tile.i0, j0);
-            exponentiate(s, score, keep, shared, stage, tile, j0);
+            if constexpr (kBias || kScoreMod) {
+                exponentiate_elements(s, score, keep, shared, stage, tile, j0);
+            } else if (!partial) {
+                exponentiate<false>(s, score, keep, shared, stage, tile, j0);
+            } else if constexpr (kBands) {
+                exponentiate<true>(s, score, keep, shared, stage, tile, j0);
+            } else {
+                exponentiate_elements(s, score, keep, shared, stage, tile, j0);
+            }
 #pragma unroll
             for (int r = 0; r < 2 * kRowFragments; ++r) {
                 const float start = kDropout ? 0.0f : -shared.rows[stage][row_of(r)][1];
@@ -472,14 +549,21 @@ TW_KERNEL(bwd_mma, Params, params) {
             }
             auto& d_o = shared.d_o[stage % kStages];
             multiply_scores<kDimsV>(dp, d_o, shared.v);
-            if (partial) probe += probe_of(dp);
-            put_gradients(s, dp, keep, static_cast<float>(p.keep_inverse), shared, stage, partial, probe != 0);
+            const float keep_inverse = static_cast<float>(p.keep_inverse);
             // Tensor cores take 0 times infinity for NaN: in a tile with hidden keys, numbers that are not finite become 0
             // from here on. What sees them has NaN in P and dS.
             bool careful = false;
-            if (partial) careful = __syncthreads_or(probe != 0);
-            else __syncthreads();
-
+            if (partial) {
+                probe += probe_of(dp);
+                put_gradients<true>(s, dp, keep, keep_inverse, shared, stage);
+                if (probe != 0) spread_nan(shared);
+                await_turn(tile);
+                careful = __syncthreads_or(probe != 0);
+            } else {
+                put_gradients<false>(s, dp, keep, keep_inverse, shared, stage);
+                await_turn(tile);
+                __syncthreads();
+            }
             if (careful) {
                 keep_finite(shared.q[stage]), keep_finite(d_o), keep_finite(shared.k);
                 __syncthreads();
@@ -487,7 +571,7 @@ TW_KERNEL(bwd_mma, Params, params) {
             multiply_columns<true, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
             if constexpr (kStages == 1) {
                 __syncthreads();  // dO has been read
-                if (more) copy_d_o(next, 0);
+                if (more) copy_d_o(tile_at(tile, n + 1), 0);
                 commit_copies();
             }
             if (call.dq.data) {
@@ -495,15 +579,6 @@ TW_KERNEL(bwd_mma, Params, params) {
                 fill(dq, 0);
                 multiply_columns<false, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
                 const Int number = tile.h * call.q_tiles + tile.i0 / kTileQ;
-                int* const turns = block.turns + number;
-                if constexpr (kDeterministic) {
-                    int before = 0;  // blocks that add to this tile and have earlier keys
-                    for (int base = 0; base < j0; base += kThreads * kTileKV) {
-                        const int other = base + static_cast<int>(threadIdx.x) * kTileKV;
-                        before += __syncthreads_count(other < j0 && works_on(p, params.mask, site, tile.i0, other));
-                    }
-                    wait_for_turn(turns, before);
-                }
                 float* const sums = block.dq_sums + number * (kTileQ * kDimsQK);
 #pragma unroll
                 for (int m = 0; m < kQueryFragments; ++m) {
@@ -514,7 +589,6 @@ TW_KERNEL(bwd_mma, Params, params) {
                         add_fragment(sums + ((query_row() / 16 + m) * (kDimsQK / 8) + pair * 2 + f % 2) * 128, dq[m][f]);
                     }
                 }
-                if constexpr (kDeterministic) end_turn(turns);
             }
             multiply_columns<true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
             if (careful) {
@@ -523,14 +597,23 @@ TW_KERNEL(bwd_mma, Params, params) {
                 commit_copies();
                 wait_for_copies<0>();
             }
-            tile = next;
+            before = tile;
+            if (more) tile = tile_at(tile, n + 1);
+        }
+        if constexpr (kDeterministic) {
+            __threadfence();
+            __syncthreads();
+            end_turn(before);
         }
     };
 
     if constexpr (kBands) {
-        work(block.per_head * group, [&](int n) {
-            const int h = n / block.per_head, i0 = block.begin + (n - h * block.per_head) * kTileQ;
-            return Tile{h, i0, i0 >= block.full_begin && i0 + kTileQ <= block.full_end ? kFull : kPartial};
+        work(block.per_head * group, [&](const Tile& last, int n) {
+            Tile tile{last.h, last.i0 + kTileQ, kPartial};
+            if (n == 0) tile = {0, block.begin, kPartial};
+            else if (tile.i0 >= block.end) tile.h += 1, tile.i0 = block.begin;
+            if (tile.i0 >= block.full_begin && tile.i0 + kTileQ <= block.full_end) tile.tile_class = kFull;
+            return tile;
         });
     } else {
         const int lane = lane_id(), warp = warp_id();
@@ -553,7 +636,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                 }
                 if (c != kSkip) shared.list[position] = start + c;
                 __syncthreads();
-                work(count, [&](int n) { return Tile{h, shared.list[n] & ~3, shared.list[n] & 3}; });
+                work(count, [&](const Tile&, int n) { return Tile{h, shared.list[n] & ~3, shared.list[n] & 3}; });
             }
         }
     }

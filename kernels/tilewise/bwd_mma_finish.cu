@@ -19,6 +19,14 @@ struct __align__(8) RowPair {
     float lse, delta;
 };
 
+template <class T>
+TW_DEVICE T* row_at(const abi::Tensor& t, Int b, Int row, Int h) {
+    return static_cast<T*>(t.data) + b * t.batch + row * t.row + h * t.head;
+}
+TW_DEVICE float number_at(const abi::Rows& rows, Int b, Int row, Int h) {
+    return static_cast<const float*>(rows.data)[b * rows.batch + h * rows.head + row * rows.row];
+}
+
 template <int kDType>
 TW_DEVICE void delta(const abi::MmaBackward& call) {
     const abi::Problem& p = call.problem;
@@ -40,8 +48,8 @@ TW_DEVICE void delta(const abi::MmaBackward& call) {
         const Int row = site.q_row0 + place.row + r;
         float sum = 0;
         if (exists) {
-            const unsigned short* const o = static_cast<const unsigned short*>(call.o.data) + b * call.o.batch + row * call.o.row + h * call.o.head;
-            const unsigned short* const d_o = static_cast<const unsigned short*>(call.d_o.data) + b * call.d_o.batch + row * call.d_o.row + h * call.d_o.head;
+            const unsigned short* const o = row_at<unsigned short>(call.o, b, row, h);
+            const unsigned short* const d_o = row_at<unsigned short>(call.d_o, b, row, h);
             for (Int c = 8 * lane; c < dims; c += 8 * lanes) {
                 Halves x{}, y{};
                 if (call.aligned_rows && c + 8 <= dims) {
@@ -64,12 +72,10 @@ TW_DEVICE void delta(const abi::MmaBackward& call) {
         if (lane != 0) continue;
         RowPair pair{Limits<float>::infinity(), 0};  // of rows that see nothing: every probability is 0
         if (exists) {
-            const float lse = static_cast<const float*>(call.lse.data)[b * call.lse.batch + h * call.lse.head + row * call.lse.row];
+            const float lse = number_at(call.lse, b, row, h);
             if (lse != -Limits<float>::infinity()) {
                 pair = {lse * 1.4426950408889634f, sum};
-                if (call.dlse.data) {
-                    pair.delta -= static_cast<const float*>(call.dlse.data)[b * call.dlse.batch + h * call.dlse.head + row * call.dlse.row];
-                }
+                if (call.dlse.data) pair.delta -= number_at(call.dlse, b, row, h);
             }
         }
         static_cast<RowPair*>(call.rows)[tile * p.q_tile + r] = pair;
@@ -109,8 +115,7 @@ TW_DEVICE void finish(const abi::MmaBackward& call) {
                 const float value = kVectorAdd ? x[c / 2].of[2 * half + c % 2] : x[2 * half + c % 2].of[c / 2];
                 out.of[c] = Float<kDType>::template store<float>(value * scale);
             }
-            unsigned short* const to = static_cast<unsigned short*>(call.dq.data) + b * call.dq.batch + (site.q_row0 + r) * call.dq.row +
-                                       h * call.dq.head + c0 * call.dq.dim;
+            unsigned short* const to = row_at<unsigned short>(call.dq, b, site.q_row0 + r, h) + c0 * call.dq.dim;
             if (call.aligned_dq && c0 + 8 <= dims) {
                 *reinterpret_cast<Halves*>(to) = out;
             } else {

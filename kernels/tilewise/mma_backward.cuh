@@ -36,20 +36,19 @@ template <int kWidth, int kRows>
 TW_DEVICE void copy_rows(Half (&to)[kRows][kWidth + kPad], const Half* from, Int row, Int dim, int count, int dims) {
     constexpr int kChunks = kWidth / 8;
     if constexpr (kAligned && kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0) {  // a thread stays in its columns
-        constexpr int kStep = kThreads / kChunks;
-        const int c = static_cast<int>(threadIdx.x) % kChunks * 8;
-        int r = static_cast<int>(threadIdx.x) / kChunks;
-        from += r * row + c;
+        if (count >= kRows && dims >= kWidth) {
+            constexpr int kStep = kThreads / kChunks;
+            const int c = static_cast<int>(threadIdx.x) % kChunks * 8, r = static_cast<int>(threadIdx.x) / kChunks;
+            from += r * row + c;
 #pragma unroll
-        for (int n = 0; n < kRows / kStep; ++n, r += kStep, from += kStep * row) {
-            copy_chunk(&to[r][c], from, 1, r < count ? dims - c : 0);
+            for (int n = 0; n < kRows / kStep; ++n, from += kStep * row) copy_async(&to[r + n * kStep][c], from);
+            return;
         }
-    } else {
-#pragma unroll 1
-        for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
-            const int r = n / kChunks, c = n % kChunks * 8;
-            copy_chunk(&to[r][c], from + r * row + c * dim, dim, r < count ? dims - c : 0);
-        }
+    }
+#pragma unroll 2
+    for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
+        const int r = n / kChunks, c = n % kChunks * 8;
+        copy_chunk(&to[r][c], from + r * row + c * dim, dim, r < count ? dims - c : 0);
     }
 }
 
@@ -71,24 +70,16 @@ TW_DEVICE void add_fragment(float* sums, const float (&x)[4]) {
 #endif
 }
 
-// Blocks that add to the same sums one after the other, in an order that does not depend on which comes first.
-TW_DEVICE void wait_for_turn(int* turns, int mine) {
-    if (threadIdx.x == 0) {
+// For one thread of a block.
+TW_DEVICE void wait_for(int* turns, int mine) {
 #ifdef TILEWISE_FAKE_CUDA
-        while (tw_load_acquire(turns) != mine) {}
+    while (tw_load_acquire(turns) != mine) {}
 #else
-        int now;
-        do {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
-        } while (now != mine);
+    int now;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+    } while (now != mine);
 #endif
-    }
-    __syncthreads();
-}
-TW_DEVICE void end_turn(int* turns) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(turns, 1);
 }
 
 }  // namespace tilewise

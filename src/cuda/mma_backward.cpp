@@ -80,7 +80,7 @@ std::string explain(const Problem& p, Pass pass) {
     return "  device: " + device_info(p.device.index).name + "\n  tiles: " + std::to_string(spec->queries) +
            " queries x " + std::to_string(spec->keys) + " keys, " + std::to_string(spec->warps) +
            " warps, fp32 sums\n  copies: " + (spec->aligned ? "16 bytes" : "single numbers") + "\n  dq: " +
-           (spec->deterministic ? "added in the order of the keys, the same bits in every run"
+           (spec->deterministic ? "added by turns, the same bits in every run"
                                 : "added with atomics, not bitwise repeatable; deterministic=True is") +
            "\n";
 }
@@ -102,7 +102,7 @@ void simt_gradients(const Problem& p, const core::BackwardArgs& args, const Prog
     if (want_slopes) fixed.dslopes = per_head(args.dalibi_slopes), fixed.slope_partial = memory.slope_partial;
     if (want_sinks) fixed.dsinks = per_head(args.dsinks), fixed.sink_partial = memory.sink_partial;
     fixed.delta = memory.delta;
-    fixed.q_tiles = call.q_tiles();
+    fixed.q_tiles = queries ? call.q_tiles() : 0;
     std::vector<std::byte> params;
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
@@ -158,6 +158,10 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     fixed.rows = memory.rows, fixed.dq_sums = memory.dq_sums, fixed.turns = memory.turns;
     fixed.q_tiles = call.q_tiles();
     fixed.columns = spec.dims_qk;
+    // With few heads, the first waves take the tiles that are seen by most queries from all of them; with many, blocks
+    // side by side read the same queries.
+    constexpr int64_t kFew = 32;
+    fixed.spread = !p.packed_kv && p.batch * p.num_heads_kv <= kFew;
 
     const auto main = [&]() -> const Function& {
         return kernel(p, *program, kMain, "bwd_mma", spec, spec.constants());

@@ -38,7 +38,8 @@ Constants MmaBackwardSpec::constants() const {
             {"kBlocks", blocks},        {"kDimsQK", dims_qk},
             {"kDimsV", dims_v},         {"kWarpsQ", warps_q},
             {"kWarpsKeys", warps_keys}, {"kWarpsQueries", warps_queries},
-            {"kStages", stages},        {"kBands", bands},
+            {"kStages", stages},        {"kReadAhead", read_ahead},
+            {"kBands", bands},          {"kWindow", window},
             {"kAligned", aligned},      {"kDeterministic", deterministic},
             {"kRolled", rolled},        {"kSharedBytes", static_cast<int>(shared_bytes())}};
 }
@@ -47,7 +48,7 @@ int64_t MmaBackwardSpec::shared_bytes() const {  // of struct Shared
     constexpr int64_t kPad = 8;
     const int64_t qk = dims_qk + kPad, v = dims_v + kPad;
     int64_t bytes = 2 * (keys * (qk + v) + queries * (2 * qk + stages * v) + 2 * queries * (keys + kPad));
-    bytes += 160 + 16 * queries + (bands ? 32 : warps * 32 * 4 + 4 * warps);
+    bytes += 160 + 16 * queries + (bands ? 32 + 8 * queries : 16 + warps * 32 * 4 + 4 * warps);
     bytes += rolled ? int64_t{4} * queries * keys : 16;
     return (bytes + 15) / 16 * 16;
 }
@@ -77,6 +78,7 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     spec.dims_qk = round_up(std::max<int64_t>(p.head_dim_qk, 1), 16);
     spec.dims_v = round_up(std::max<int64_t>(p.head_dim_v, 1), 16);
     spec.bands = mask.bands;
+    spec.window = mask.bands && mask.numbers.empty();  // chunks have numbers
     spec.aligned = takes_16_bytes(p.q) && takes_16_bytes(p.k) && takes_16_bytes(p.v);
     spec.deterministic = p.deterministic;
     spec.rolled = spec.bias || spec.score_mod || !spec.bands;
@@ -86,18 +88,19 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     // dK and dV take half of the registers. Blocks of four warps leave room for a second one on the SM, whose products
     // go on while this one exponentiates or waits.
     if (dims <= 64) {
-        spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 3 : 1, spec.stages = 2;
+        spec.queries = 128, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
     } else if (dims <= 128) {
-        spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1, spec.stages = 1;
+        spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
         if (limit == 163 * 1024) spec.keys = 128, spec.warps = 8, spec.blocks = 1;
     } else {
-        spec.queries = 64, spec.keys = 64, spec.warps = 8, spec.blocks = 1, spec.stages = 1;
+        spec.queries = 64, spec.keys = 64, spec.warps = 8, spec.blocks = 1;
     }
     const auto tuned = [](const char* name, int fallback) { return core::tuned("bwd_mma", name, fallback); };
     spec.warps = tuned("kWarps", spec.warps), spec.blocks = tuned("kBlocks", spec.blocks);
     spec.queries = tuned("kTileQ", spec.queries), spec.keys = tuned("kTileKV", spec.keys);
     spec.stages = tuned("kStages", spec.stages);
     if (spec.shared_bytes() > limit) spec.stages = 1;
+    if (spec.shared_bytes() > limit && spec.queries > 64) spec.queries = 64;
     if (spec.shared_bytes() > limit && spec.queries > 32) spec.queries = 32;
     if (spec.shared_bytes() > limit && spec.keys > 64) spec.keys = 64, spec.warps = 4;
     if (spec.shared_bytes() > limit && spec.keys > 32) spec.keys = 32, spec.warps = 4;
@@ -110,6 +113,11 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     spec.warps_keys = tuned("kWarpsKeys", std::min(spec.keys / 32, spec.warps));
     spec.warps_queries = tuned("kWarpsQueries", spec.queries >= 128 && spec.warps >= 8 ? 4 : 2);
     if (spec.warps / spec.warps_q > spec.keys / 16) spec.warps_q = spec.warps / (spec.keys / 16);
+    // No further than the right fragments of one step.
+    const int steps = std::min(
+        {spec.keys * spec.warps_q / spec.warps / 16, spec.dims_qk * spec.warps_keys / spec.warps / 16,
+         spec.dims_v * spec.warps_keys / spec.warps / 16, spec.dims_qk * spec.warps_queries / spec.warps / 16});
+    spec.read_ahead = std::min(tuned("kReadAhead", dims > 128 ? 0 : 1), std::max(steps, 1));
     return spec;
 }
 
