@@ -91,6 +91,9 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
     spec.raw = !spec.softcap && !spec.bias && !spec.slopes && !spec.score_mod && p.softmax_scale > 0;
     spec.rolled = spec.bias || spec.score_mod || !(spec.bands || spec.documents);
 
+    // ptxas spills with 256 columns on Turing, whose copies go through registers.
+    if (arch.number() < 80) spec.columns = std::min(spec.columns, 128);
+
     const int dims = std::max(spec.dims_qk, spec.columns);
     const int64_t limit = shared_limit(arch);
     const bool large = limit > 100 * 1024;
