@@ -545,8 +545,10 @@ TW_KERNEL(fwd_mma, Params, params) {
             for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
         }
     }
+    bool worked = false;
     for (bool first = true; walk.next(block, params.mask, shared, first); first = false) {
         if (walk.count == 0) continue;
+        worked = true;
         __syncthreads();  // the buffers have been read, the constants are there
         copy_k_and_v(0, shared.warps[warp_id()], shared.threads[threadIdx.x]);
         for (int n = 0; n < count(); ++n) {
@@ -570,6 +572,11 @@ TW_KERNEL(fwd_mma, Params, params) {
         }
     }
 
+    if (!worked) {  // nothing to see: but q has to be there before o takes its place
+        commit_copies();
+        wait_for_copies<0>();
+        __syncthreads();
+    }
     float probe = 0;  // becomes NaN at the first number that is not finite
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
