@@ -173,7 +173,7 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     fixed.delta = memory.delta;
     fixed.slope_partial = want_slopes ? memory.slope_partial : nullptr;
     fixed.sink_partial = want_sinks ? memory.sink_partial : nullptr;
-    fixed.q_tiles = call.q_tiles();
+    fixed.q_tiles = p.num_heads_q * query_rows(p) > 0 ? call.q_tiles() : 0;  // of those that write partial sums
 
     // Gradients of captured arrays start from zero.
     std::vector<abi::Array> sums(static_cast<size_t>(std::max(program->gradient_arrays, 1)));
