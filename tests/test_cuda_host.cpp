@@ -687,7 +687,7 @@ TILEWISE_ON_FAKE_GPU(RefusalsNameWhatIsWrong) {
     call.problem.backend = "cpu_tiled";
     refused(TILEWISE_UNSUPPORTED, "works on CPU tensors; these are on cuda:0");
     call.problem.backend = "simd";
-    refused(TILEWISE_INVALID_ARGUMENT, "fwd_simt, bwd_simt, cpu_tiled, reference");
+    refused(TILEWISE_INVALID_ARGUMENT, "fwd_mma, fwd_simt, bwd_mma, bwd_simt, cpu_tiled, reference");
     call.problem.backend = nullptr;
     call.problem.device_index = 7;
     EXPECT_NE(tilewise_forward(&call.problem, &call.args), TILEWISE_OK);
