@@ -20,8 +20,6 @@
 
 namespace tilewise {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 // What a warp has of each product: 16-row fragments and 8-column fragments.
 constexpr int kWarpsK = kWarps / kWarpsQ;
 constexpr int kRowFragments = kTileQ / kWarpsQ / 16, kKeyFragments = kTileKV / kWarpsK / 8;  // S, dP
@@ -173,8 +171,6 @@ TW_DEVICE int query_pair() { return warp_id() / kWarpsQueries; }
 struct Tile {  // of queries; the keys are those of the block
     int h, i0, tile_class;  // h: of the group
 };
-
-TW_DEVICE Word bits_below(int n) { return n <= 0 ? 0u : (1u << n) - 1u; }  // n at most 31
 
 struct KeepBits {  // element e of this thread's scores is kept
     Word words[kDropout ? (kElements + 31) / 32 : 1];

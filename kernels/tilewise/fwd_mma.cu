@@ -204,9 +204,6 @@ struct Block {  // what one block works on
     __device__ __forceinline__ int rows() const { return static_cast<int>(queries() * (kPackGQA ? group : 1)); }
 };
 
-// Bits [0, n) of a word; n may be below 0 and is at most 31.
-TW_DEVICE Word bits_below(int n) { return n <= 0 ? 0u : (1u << n) - 1u; }
-
 // Scores of the formula, from products: all of them if the rows see every key of the tile, else -inf where they do not.
 TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& block, Shared& shared, Int j0,
                              int tile_class) {

@@ -18,6 +18,11 @@ struct __align__(16) Chunk {
 
 constexpr int kPad = 8;  // elements after a row of a tile: rows start 16 bytes apart modulo 128, and no banks collide
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Bits [0, n) of a word; n may be below 0 and is at most 31.
+TW_DEVICE Word bits_below(int n) { return n <= 0 ? 0u : (1u << n) - 1u; }
+
 TW_DEVICE int lane_id() { return static_cast<int>(threadIdx.x) % 32; }
 TW_DEVICE int warp_id() { return static_cast<int>(threadIdx.x) / 32; }
 

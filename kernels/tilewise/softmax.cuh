@@ -10,7 +10,7 @@
 namespace tilewise {
 
 constexpr int kRowsPerThread = 2 * kMTiles;
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kHeadroom = 8;
 
 using Scores = float[kMTiles][kTileKV / 8][4];  // accumulator fragments: 16 kMTiles rows of a warp

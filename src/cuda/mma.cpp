@@ -136,11 +136,8 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     if (compiled.valid()) compiled.get();
 
     call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, stream);
-    const auto multiple = [](int64_t stride) { return stride % 8 == 0; };
-    const bool aligned = o.dim == 1 && multiple(o.batch) && multiple(o.row) && multiple(o.head) &&
-                         reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
     std::vector<std::byte> params;
-    const Params fixed{{call.problem(), o, lse, aligned}, split};
+    const Params fixed{{call.problem(), o, lse, jit::takes_16_bytes(args.o)}, split};
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
     LaunchConfig config;

@@ -24,7 +24,7 @@ constexpr int64_t kSimtThreads = 256;
 
 std::optional<jit::MmaBackwardSpec> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
     const DeviceInfo& device = device_info(p.device.index);
-    return jit::mma_backward_spec(p, program.mask, {device.major, device.minor, false}, why_not);
+    return jit::mma_backward_spec(p, program.mask, jit::kernel_arch(device.major, device.minor), why_not);
 }
 
 std::string supports(const Problem& p, Pass pass) {

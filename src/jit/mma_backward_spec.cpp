@@ -5,32 +5,9 @@
 #include "core/env.hpp"
 
 namespace tilewise::jit {
-namespace {
 
 using core::DType;
 using core::Problem;
-
-int round_up(int64_t x, int64_t step) { return static_cast<int>((x + step - 1) / step * step); }
-
-// Largest shared memory of a block (CUDA C++ Programming Guide, table of compute capabilities).
-int64_t shared_limit(const Arch& arch) {
-    switch (arch.number()) {
-        case 75: return 64 * 1024;
-        case 80:
-        case 87: return 163 * 1024;
-        case 86:
-        case 89: return 99 * 1024;
-        default: return arch.major >= 12 ? 99 * 1024 : 227 * 1024;
-    }
-}
-
-}  // namespace
-
-bool takes_16_bytes(const core::Tensor4& t) {
-    const auto multiple = [](int64_t stride) { return stride % 8 == 0; };
-    return t.dim_stride == 1 && multiple(t.batch_stride) && multiple(t.row_stride) && multiple(t.head_stride) &&
-           reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-}
 
 Constants MmaBackwardSpec::constants() const {
     return {{"kThreads", warps * 32},   {"kWarps", warps},

@@ -3,8 +3,7 @@
 
 #include <optional>
 
-#include "arch.hpp"
-#include "attention_source.hpp"
+#include "mma_spec.hpp"
 
 namespace tilewise::jit {
 
@@ -22,9 +21,6 @@ struct MmaBackwardSpec : OptionSpec {
     [[nodiscard]] Constants constants() const;
     [[nodiscard]] int64_t shared_bytes() const;
 };
-
-// Rows follow each other at multiples of 16 bytes, and numbers lie side by side.
-bool takes_16_bytes(const core::Tensor4& tensor);
 
 // Nothing, if the arch or its shared memory does not suffice for the problem; why_not then says what would work.
 std::optional<MmaBackwardSpec> mma_backward_spec(const core::Problem& problem, const MaskProgram& mask,

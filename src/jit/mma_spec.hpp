@@ -8,6 +8,13 @@
 
 namespace tilewise::jit {
 
+// What both passes ask.
+int round_up(int64_t x, int64_t step);
+// Largest shared memory of a block in bytes (CUDA C++ Programming Guide, table of compute capabilities).
+int64_t shared_limit(const Arch& arch);
+// Rows follow each other at multiples of 16 bytes, and numbers lie side by side.
+bool takes_16_bytes(const core::Tensor4& tensor);
+
 // What fwd_mma is compiled for; names as in kernels/tilewise/fwd_mma.cu.
 struct MmaForwardSpec : OptionSpec {
     int dims_qk = 0, columns = 0;  // multiples of 16; columns of head_dim_v in one block
