@@ -154,7 +154,8 @@ TEST_F(CompileAhead, PackIsFoundByARun) {
     const jit::MaskProgram mask = jit::render_mask(p);
     const auto spec = jit::mma_forward_spec(p, mask, jit::Arch::parse("90"), nullptr);
     ASSERT_TRUE(spec);
-    const jit::Source source = jit::attention_source("fwd_mma.cu", *spec, spec->constants(), p, mask);
+    const jit::MmaForwardSpec laid_out = jit::mma_forward_layout(p, *spec, 132, jit::shared_limit({9, 0, false})).spec;
+    const jit::Source source = jit::attention_source("fwd_mma.cu", laid_out, laid_out.constants(), p, mask);
     EXPECT_TRUE(contains(jit::obtain(source, 9, 0, 11000).about, "fwd_mma.cu sm_90"));
     EXPECT_THROW((void)jit::obtain(source, 8, 0, 11000), core::Error);
 }

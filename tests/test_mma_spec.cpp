@@ -12,7 +12,7 @@ namespace {
 using core::Problem;
 
 struct Sizes {
-    int64_t head_dim = 64, seqlen_q = 2048, seqlen_kv = 2048, heads_q = 8, heads_kv = 8;
+    int64_t batch = 2, head_dim = 64, seqlen_q = 2048, seqlen_kv = 2048, heads_q = 8, heads_kv = 8;
     int32_t dtype = TILEWISE_FLOAT16;
     bool causal = false;
     const char* mask = nullptr;
@@ -26,7 +26,7 @@ Problem problem_of(const Sizes& sizes) {
     const auto tensor = [&](int64_t seqlen, int64_t heads) {
         tilewise_tensor t{};
         t.dtype = sizes.dtype, t.rank = 4;
-        const int64_t shape[] = {2, seqlen, heads, sizes.head_dim};
+        const int64_t shape[] = {sizes.batch, seqlen, heads, sizes.head_dim};
         int64_t stride = 1;
         for (int n = 3; n >= 0; --n) t.shape[n] = shape[n], t.strides[n] = stride, stride *= shape[n];
         return t;
@@ -82,6 +82,32 @@ TEST(MmaSpec, SaysWhyNot) {
     sizes.head_dim = 577;
     EXPECT_FALSE(spec_of(sizes, "90", &why_not));
     EXPECT_NE(why_not.find("577"), std::string::npos) << why_not;
+}
+
+TEST(MmaSpec, FewBlocksShareTheKeysOrTheQueries) {
+    const auto layout_of = [](int64_t seqlen_q, int64_t seqlen_kv, int num_sms) {
+        Sizes sizes;
+        sizes.batch = 1, sizes.seqlen_q = seqlen_q, sizes.seqlen_kv = seqlen_kv, sizes.heads_q = sizes.heads_kv = 12;
+        sizes.head_dim = 64;
+        const Problem p = problem_of(sizes);
+        const auto spec = spec_of(sizes, "90");
+        return jit::mma_forward_layout(p, spec.value(), num_sms, jit::shared_limit(jit::Arch::parse("90")));
+    };
+    // 12 blocks of 126 queries: all SMs get some of the keys, every key once.
+    const auto split = layout_of(126, 15360, 132);
+    EXPECT_GE(split.splits * 12, 132);
+    EXPECT_TRUE(split.spec.split);
+    EXPECT_GE(split.splits * split.keys_per_split, 15360);
+    EXPECT_LT((split.splits - 1) * split.keys_per_split, 15360);
+    EXPECT_EQ(split.keys_per_split % split.spec.keys, 0);
+    // Too few keys to split: blocks of half the queries.
+    const auto full = layout_of(512, 512, 8), few = layout_of(512, 512, 132);
+    EXPECT_EQ(few.splits, 1);
+    EXPECT_EQ(few.spec.rows() * 2, full.spec.rows());
+    EXPECT_EQ(few.q_tile, few.spec.rows());
+    // Work enough: nothing changes.
+    EXPECT_EQ(layout_of(16384, 16384, 132).splits, 1);
+    EXPECT_EQ(layout_of(16384, 16384, 132).spec.rows(), full.spec.rows());
 }
 
 TEST(MmaSpec, FewQueriesOfAGroupShareATile) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cstdio>
+#include <set>
 #include <string_view>
 
 #include "core/error.hpp"
@@ -36,7 +37,16 @@ std::vector<jit::Source> forward_mma(const Problem& p, const Arch& arch, std::st
     const jit::MaskProgram mask = jit::render_mask(p);
     const auto spec = jit::mma_forward_spec(p, mask, arch, &why_not);
     if (!spec) return {};
-    return {jit::attention_source("fwd_mma.cu", *spec, spec->constants(), p, mask), jit::plain_source("combine.cu")};
+    // The layouts that small and large GPUs of the arch choose.
+    std::vector<jit::Source> sources{jit::plain_source("combine.cu")};
+    std::set<std::string> known;
+    for (const int num_sms : {16, 28, 48, 84, 132, 188}) {
+        const jit::MmaForwardSpec laid_out = jit::mma_forward_layout(p, *spec, num_sms, jit::shared_limit(arch)).spec;
+        const jit::Constants constants = laid_out.constants();
+        if (known.insert(jit::text_of(laid_out, constants)).second)
+            sources.insert(sources.begin(), jit::attention_source("fwd_mma.cu", laid_out, constants, p, mask));
+    }
+    return sources;
 }
 
 std::vector<jit::Source> forward_simt(const Problem& p, const Arch&, std::string&) {

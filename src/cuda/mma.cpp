@@ -20,42 +20,13 @@ using core::Pass;
 using core::Problem;
 using core::Workspace;
 
-// What is decided for a problem, beside its mask.
-struct Decision {
-    jit::MmaForwardSpec spec;
-    int64_t q_tile = 0;  // queries of a block
-    int64_t heads = 0;   // that blocks are numbered by
-    int64_t pieces = 0;  // of head_dim_v
-    int64_t splits = 1, keys_per_split = 0;
-
-    // Splitting the keys pays where there are fewer blocks than the GPU holds at once.
-    Decision(const Problem& p, const jit::MmaForwardSpec& chosen, const DeviceInfo& device) : spec(chosen) {
-        const int64_t group = spec.pack_gqa ? p.group() : 1;
-        q_tile = spec.rows() / group;
-        heads = p.num_heads_q / group;
-        pieces = std::max<int64_t>(ceil_div(p.head_dim_v, spec.columns), 1);
-        keys_per_split = ceil_div(std::max<int64_t>(p.kv_rows, 1), spec.keys) * spec.keys;
-        if (p.batch_invariant || p.window_left >= 0 || p.chunk > 0) return;
-        const int64_t tiles = p.packed_q ? p.q_rows / q_tile + p.batch : p.batch * ceil_div(p.q_rows, q_tile);
-        const int64_t per_sm =
-            std::max<int64_t>(1, static_cast<int64_t>(device.shared_memory_per_sm) / (spec.shared_bytes() + 1024));
-        const int64_t slots = device.num_sms * std::min<int64_t>(per_sm, std::max(spec.blocks, 8 / spec.warps));
-        const int64_t blocks = std::max<int64_t>(tiles * heads * pieces, 1);
-        const int64_t kv_tiles = ceil_div(p.max_seqlen_kv, spec.keys);
-        constexpr int64_t kLeast = 2;  // tiles of a split: less does not pay for joining
-        if (blocks * 5 > slots * 4 || kv_tiles < 2 * kLeast) return;
-        const int64_t wanted = std::clamp<int64_t>(slots / blocks, 1, kv_tiles / kLeast);
-        keys_per_split = ceil_div(kv_tiles, wanted) * spec.keys;
-        splits = ceil_div(kv_tiles * spec.keys, keys_per_split);
-        spec.split = splits > 1;
-    }
-};
+using Decision = jit::MmaForwardLayout;
 
 std::optional<Decision> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
     const DeviceInfo& device = device_info(p.device.index);
     const auto spec = jit::mma_forward_spec(p, program.mask, jit::kernel_arch(device.major, device.minor), why_not);
     if (!spec) return std::nullopt;
-    return Decision(p, *spec, device);
+    return jit::mma_forward_layout(p, *spec, device.num_sms, static_cast<int64_t>(device.shared_memory_per_sm));
 }
 
 struct Params {  // before mask and score_mod
@@ -150,8 +121,11 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     if (combine != nullptr) {
         const abi::Combine joined{call.problem(), split, o, lse, static_cast<abi::Int>(p.dtype)};
         LaunchConfig join;
-        join.grid.x = grid_x(tiles, p.num_heads_q);
-        join.block.x = 128;
+        constexpr int64_t kRows = 4;  // of a block of combine.cu
+        join.grid = {grid_x(tiles, p.num_heads_q), static_cast<unsigned>(ceil_div(decision.q_tile, kRows)), 1};
+        join.block.x = 32 * kRows;
+        const DeviceInfo& device = device_info(p.device.index);
+        join.programmatic_dependent = jit::kernel_arch(device.major, device.minor).major >= 9;
         join.stream = stream;
         launch(*combine, join, joined);
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/env.hpp"
+#include "core/summary.hpp"
 
 namespace tilewise::jit {
 
@@ -125,6 +126,43 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
                   std::to_string(spec.shared_bytes()) + " bytes of shared memory; " + arch.name() + " has " +
                   std::to_string(limit));
     return spec;
+}
+
+MmaForwardLayout mma_forward_layout(const Problem& p, const MmaForwardSpec& spec, int num_sms, int64_t shared_per_sm) {
+    MmaForwardLayout layout{spec};
+    const auto tiles_of = [&](int64_t rows) {
+        const int64_t q_tile = rows / (spec.pack_gqa ? p.group() : 1);
+        return p.packed_q ? p.q_rows / q_tile + p.batch : p.batch * core::ceil_div(p.q_rows, q_tile);
+    };
+    layout.heads = p.num_heads_q / (spec.pack_gqa ? p.group() : 1);
+    layout.pieces = std::max<int64_t>(core::ceil_div(p.head_dim_v, spec.columns), 1);
+    const auto blocks_of = [&](int64_t rows) {
+        return std::max<int64_t>(tiles_of(rows) * layout.heads * layout.pieces, 1);
+    };
+    const auto finish = [&] {
+        layout.q_tile = layout.spec.rows() / (spec.pack_gqa ? p.group() : 1);
+        return layout;
+    };
+    layout.keys_per_split = int64_t{round_up(std::max<int64_t>(p.kv_rows, 1), spec.keys)};
+    if (p.batch_invariant) return finish();
+
+    constexpr int64_t kLeast = 4;  // tiles of a split: less does not pay for joining
+    const int64_t kv_tiles = core::ceil_div(p.max_seqlen_kv, spec.keys);
+    if (kv_tiles < 2 * kLeast || p.window_left >= 0 || p.chunk > 0) {
+        while (layout.spec.rows() > 64 && !spec.pack_gqa && blocks_of(layout.spec.rows()) * 2 <= num_sms) {
+            (layout.spec.m_tiles > 1 ? layout.spec.m_tiles : layout.spec.warps) /= 2;
+        }
+        return finish();
+    }
+    const int64_t per_sm = std::max<int64_t>(1, shared_per_sm / (spec.shared_bytes() + 1024));
+    const int64_t slots = num_sms * std::min<int64_t>(per_sm, std::max(spec.blocks, 8 / spec.warps));
+    const int64_t blocks = blocks_of(spec.rows());
+    if (blocks * 5 > slots * 4) return finish();
+    const int64_t wanted = std::clamp<int64_t>(slots / blocks, 1, kv_tiles / kLeast);
+    layout.keys_per_split = core::ceil_div(kv_tiles, wanted) * spec.keys;
+    layout.splits = core::ceil_div(kv_tiles * spec.keys, layout.keys_per_split);
+    layout.spec.split = layout.splits > 1;
+    return finish();
 }
 
 }  // namespace tilewise::jit

@@ -32,8 +32,23 @@ struct MmaForwardSpec : OptionSpec {
     [[nodiscard]] int64_t shared_bytes() const;
 };
 
-// Nothing, if the arch or its shared memory does not suffice for the problem; why_not then says what would work.
+// Nothing, if the arch or its shared memory does not suffice for the problem; why_not then says what would work. The
+// tiles are those of a GPU with work enough for all of its SMs.
 std::optional<MmaForwardSpec> mma_forward_spec(const core::Problem& problem, const MaskProgram& mask, const Arch& arch,
                                                std::string* why_not);
+
+// How the work is laid out on a GPU.
+struct MmaForwardLayout {
+    MmaForwardSpec spec;
+    int64_t q_tile = 0;  // queries of a block
+    int64_t heads = 0;   // that blocks are numbered by
+    int64_t pieces = 0;  // of head_dim_v
+    int64_t splits = 1, keys_per_split = 0;
+};
+
+// Where there are too few blocks for its SMs, keys are split over blocks, or, if there are few keys too, blocks get
+// fewer queries. shared_per_sm in bytes.
+MmaForwardLayout mma_forward_layout(const core::Problem& problem, const MmaForwardSpec& spec, int num_sms,
+                                    int64_t shared_per_sm);
 
 }  // namespace tilewise::jit
