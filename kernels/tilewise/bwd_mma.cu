@@ -35,6 +35,10 @@ constexpr int kPairs = (kDims / 16 + kSharers - 1) / kSharers;
 static_assert(kReadAhead <= kKeyFragments / 2, "left fragments are read one step ahead");
 static_assert(kRowFragments > 0 && kKeyFragments > 0 && kKeyFragments % 2 == 0 && kOwnFragments > 0 && kQueryFragments > 0);
 
+// dS = P dP' takes P as it lies in shared memory, rounded as in P^T dO, unless it needs what is not there: registers are
+// for dK, dV and reading ahead.
+constexpr bool kReloads = !kDropout && !kSoftcap && !kScoreMod;
+
 using Scores = float[kRowFragments][kKeyFragments][4];
 
 // Numbers that stay the same for all tiles are in shared memory: registers are for dK and dV.
@@ -211,8 +215,10 @@ TW_DEVICE void put(Half (&to)[kTileQ][kTileKV + kPad], int r, int n, float left,
     *reinterpret_cast<Word*>(&to[row_of(r)][column_of(n, 0)]) = pack(left, right);
 }
 
-// From products to P, which goes to shared memory, dropout applied; s then holds dS / dP'. One by one, in a loop that is
-// not unrolled: a hundred copies of a long expression would take longer to compile than most problems take to run.
+constexpr float kHidden = -0.0f;  // P of a hidden key: 0 where it counts, and known from a P that was rounded to 0
+
+// From products to P, which goes to shared memory, dropout applied; unless kReloads, s then holds dS / dP'. One by one, in
+// a loop that is not unrolled: a hundred copies of a long expression would take longer to compile than most problems take to run.
 TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
                                      const Tile& tile, int j0) {
     float* const mine = &shared.elements[0][threadIdx.x];
@@ -224,7 +230,7 @@ TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const
         const int row = row_of(e / 4 / kKeyFragments * 2 + e % 4 / 2), column = column_of(e / 4 % kKeyFragments, e % 2);
         const Int i = tile.i0 + row, j = j0 + column;
         const float lse = shared.rows[stage][row][0];
-        float probability = 0, factor = 1;
+        float probability = kHidden, factor = 1;
         if (lse != Limits<float>::infinity() && score.sees(tile.tile_class, i, j)) {
             float capped;
             const float input = score.before_mod(mine[e * kStride], i, j, capped), x = score.after_mod(input, i, j);
@@ -235,21 +241,23 @@ TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const
             }
         }
         shared.p[row][column] = Float<kDTypeQ>::store(keep[e] ? probability : 0.0f);
-        mine[e * kStride] = probability == 0 ? 0.0f : probability * factor;
+        if (!kReloads) mine[e * kStride] = probability == 0 ? 0.0f : probability * factor;
     }
+    if (kReloads) return;
 #pragma unroll
     for (int e = 0; e < kElements; ++e) s[e / 4 / kKeyFragments][e / 4 % kKeyFragments][e % 4] = mine[e * kStride];
 }
 
 // The same for options of few instructions; kMasked: a row sees the keys that shared.seen says.
+using OwnRows = float[2 * kRowFragments];  // a number for each row of this thread
+
 template <bool kMasked>
-TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
+TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, const OwnRows& lse,
                             const Tile& tile, int j0) {
     const Site& site = score.site;
     const float scale = score.scale * kLog2E;
 #pragma unroll
     for (int r = 0; r < 2 * kRowFragments; ++r) {
-        const float lse = shared.rows[stage][row_of(r)][0];
         Word seen[2] = {~0u, ~0u};
         if constexpr (kMasked) {
             const int first = shared.seen[row_of(r)][0] - column_of(0, 0), end = shared.seen[row_of(r)][1] - column_of(0, 0);
@@ -273,11 +281,11 @@ TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits
                         y = score.softcap * tangent, factor = 1 - tangent * tangent;
                     }
                     if (kSlopes) y -= score.slope * fabsf(ahead - static_cast<float>(column_of(n, c)));
-                    probability[c] = exp2_fast(y * kLog2E - lse);
+                    probability[c] = exp2_fast(y * kLog2E - lse[r]);
                 } else {
-                    probability[c] = exp2_fast(x * scale - lse);
+                    probability[c] = exp2_fast(x * scale - lse[r]);
                 }
-                if (kMasked && !(seen[c] >> n & 1u)) probability[c] = 0;
+                if (kMasked && !(seen[c] >> n & 1u)) probability[c] = kHidden;
                 x = kSoftcap ? probability[c] * factor : probability[c];
                 if (kSoftcap && kMasked && probability[c] == 0) x = 0;  // the factor of a hidden key may be anything
                 if (!keep[element_of(r / 2, n, r % 2 * 2 + c)]) probability[c] = 0;
@@ -297,13 +305,16 @@ TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& 
 #pragma unroll
         for (int n = 0; n < kKeyFragments; ++n) {
             float ds[2];
+            const Word ps = kReloads ? *reinterpret_cast<const Word*>(&shared.p[row_of(r)][column_of(n, 0)]) : 0;
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int e = r % 2 * 2 + c;
+                const auto p = static_cast<Half>(ps >> 16 * c & 0xffffu);
                 float gradient = dp[r / 2][n][e];
                 if (kDropout) gradient = (keep[element_of(r / 2, n, e)] ? gradient * keep_inverse : 0.0f) - delta;
-                const float factor = s[r / 2][n][e];
-                ds[c] = kPartial && factor == 0 ? 0.0f : factor * gradient;
+                const float factor = kReloads ? Float<kDTypeQ>::template load<float>(p) : s[r / 2][n][e];
+                const bool hidden = kPartial && (kReloads ? p == 0x8000 : factor == 0);
+                ds[c] = hidden ? 0.0f : factor * gradient;
             }
             put(shared.ds, r, n, ds[0], ds[1]);
         }
@@ -520,6 +531,9 @@ TW_KERNEL(bwd_mma, Params, params) {
             const ScoreContext score(p, params.mask, site);
             const bool partial = tile.tile_class != kFull;
             Scores s, dp;
+            OwnRows lse;
+#pragma unroll
+            for (int r = 0; r < 2 * kRowFragments; ++r) lse[r] = shared.rows[stage][row_of(r)][0];
             fill(s, 0);
             multiply_scores<kDimsQK>(s, shared.q[stage], shared.k);
             float probe = partial ? probe_of(s) : 0.0f;
@@ -527,9 +541,9 @@ TW_KERNEL(bwd_mma, Params, params) {
             if constexpr (kBias || kScoreMod) {
                 exponentiate_elements(s, score, keep, shared, stage, tile, j0);
             } else if (!partial) {
-                exponentiate<false>(s, score, keep, shared, stage, tile, j0);
+                exponentiate<false>(s, score, keep, shared, lse, tile, j0);
             } else if constexpr (kBands) {
-                exponentiate<true>(s, score, keep, shared, stage, tile, j0);
+                exponentiate<true>(s, score, keep, shared, lse, tile, j0);
             } else {
                 exponentiate_elements(s, score, keep, shared, stage, tile, j0);
             }
@@ -570,6 +584,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                 if (more) copy_d_o(tile_at(tile, n + 1), 0);
                 commit_copies();
             }
+            multiply_columns<true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
             if (call.dq.data) {
                 GradientQ dq;
                 fill(dq, 0);
@@ -586,7 +601,6 @@ TW_KERNEL(bwd_mma, Params, params) {
                     }
                 }
             }
-            multiply_columns<true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
             if (careful) {
                 __syncthreads();
                 copy_k();
