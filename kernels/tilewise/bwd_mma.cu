@@ -52,14 +52,16 @@ struct __align__(16) BlockConstants {
     int full_begin, full_end;    // bands: queries that see all keys of the block
 };
 
+// Not copied to: padding takes less arithmetic.
+using TileOfScores = Tile<kTileQ, kTileKV, false>;
+
 struct Shared {
+    Tile<kTileKV, kDimsQK> k;
+    Tile<kTileKV, kDimsV> v;
+    Tile<kTileQ, kDimsQK> q[2];
+    Tile<kTileQ, kDimsV> d_o[kStages];
+    TileOfScores p, ds;
     BlockConstants block;
-    Half k[kTileKV][kDimsQK + kPad];
-    Half v[kTileKV][kDimsV + kPad];
-    Half q[2][kTileQ][kDimsQK + kPad];
-    Half d_o[kStages][kTileQ][kDimsV + kPad];
-    Half p[kTileQ][kTileKV + kPad];
-    Half ds[kTileQ][kTileKV + kPad];
     float rows[2][kTileQ][2];         // lse in powers of two, D
     int seen[kBands ? kTileQ : 2][2];  // keys of the block that a row sees: the first one, and behind the last one
     int list[kBands ? 4 : kThreads];  // where tiles to work on start, and their class in the low two bits
@@ -98,16 +100,18 @@ TW_DEVICE int column_of(int n, int c) { return first_column() + n * 8 + lane_id(
 // s += left right^T, over kDims columns of both. Fragments of right are read kReadAhead products before they are needed,
 // those of left a step before: shared memory takes its time, and few warps are there to hide it.
 template <int kDims>
-TW_DEVICE void multiply_scores(Scores& s, const Half (*left)[kDims + kPad], const Half (*right)[kDims + kPad]) {
+TW_DEVICE void multiply_scores(Scores& s, const Tile<kTileQ, kDims>& left, const Tile<kTileKV, kDims>& right) {
     constexpr int kColumnPairs = kKeyFragments / 2, kProducts = kDims / 16 * kColumnPairs, kRing = kReadAhead + 1;
     Word a[2][kRowFragments][4], b[kRing][4];
+    const auto rows = Matrices<Tile<kTileQ, kDims>>::by_rows(left, first_row(), 0);
+    const auto columns = Matrices<Tile<kTileKV, kDims>>::by_columns(right, first_column(), 0);
     const auto read = [&](int g) {
         const int d = g / kColumnPairs, n = g % kColumnPairs;
         if (n == 0) {
 #pragma unroll
-            for (int m = 0; m < kRowFragments; ++m) load_a(a[d % 2][m], left, first_row() + m * 16, d * 16);
+            for (int m = 0; m < kRowFragments; ++m) rows.load(a[d % 2][m], m * 16, d * 16);
         }
-        load_b(b[g % kRing], right, first_column() + n * 16, d * 16);
+        columns.load(b[g % kRing], n * 16, d * 16);
     };
 #pragma unroll
     for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
@@ -126,22 +130,26 @@ TW_DEVICE void multiply_scores(Scores& s, const Half (*left)[kDims + kPad], cons
 
 // x += left right, or (kTransposed) left^T right: kDepth rows of right, and of its columns every kSharers-th pair of
 // fragments from number `column` on.
-template <bool kTransposed, int kDims, int kDepth, int kSharers, int kRows, int kLeftPitch>
-TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4], const Half (*left)[kLeftPitch], int row,
-                                const Half (*right)[kDims + kPad], int column) {
+template <bool kTransposed, int kSharers, int kDims, int kDepth, int kRows>
+TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4], const TileOfScores& left, int row,
+                                const Tile<kDepth, kDims>& right, int column) {
     constexpr int kColumnPairs = kPairs<kDims, kSharers>, kProducts = kDepth / 16 * kColumnPairs, kRing = kReadAhead + 1;
     Word a[2][kRows][4], b[kRing][4];
+    using Left = Matrices<TileOfScores>;
+    const Left rows = kTransposed ? Left::by_columns(left, 0, row) : Left::by_rows(left, row, 0);
+    const auto columns = Matrices<Tile<kDepth, kDims>>::by_rows(right, 0, column * 16);
+    static_assert((kSharers & (kSharers - 1)) == 0, "columns are added to bits that no warp's first column has");
     const auto has = [&](int n) { return kDims / 16 % kSharers == 0 || column + n * kSharers < kDims / 16; };
     const auto read = [&](int g) {
         const int depth = g / kColumnPairs, n = g % kColumnPairs;
         if (n == 0) {
 #pragma unroll
             for (int m = 0; m < kRows; ++m) {
-                if constexpr (kTransposed) load_a_transposed(a[depth % 2][m], left, row + m * 16, depth * 16);
-                else load_a(a[depth % 2][m], left, row + m * 16, depth * 16);
+                if constexpr (kTransposed) rows.load_transposed(a[depth % 2][m], depth * 16, m * 16);
+                else rows.load(a[depth % 2][m], m * 16, depth * 16);
             }
         }
-        if (has(n)) load_b_transposed(b[g % kRing], right, depth * 16, (column + n * kSharers) * 16);
+        if (has(n)) columns.load_transposed(b[g % kRing], depth * 16, n * kSharers * 16);
     };
 #pragma unroll
     for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
@@ -172,7 +180,7 @@ TW_DEVICE int query_pair() { return warp_id() / kWarpsQueries; }
 // ---------------------------------------------------------------------------------------------------------------------
 // P and dS
 
-struct Tile {  // of queries; the keys are those of the block
+struct QueryTile {  // a tile of queries; the keys are those of the block
     int h, i0, tile_class;  // h: of the group
 };
 
@@ -211,8 +219,8 @@ TW_DEVICE KeepBits keep_bits(const abi::Problem& p, const Site& site, int i0, in
 }
 
 // Two numbers of this thread side by side into P or dS.
-TW_DEVICE void put(Half (&to)[kTileQ][kTileKV + kPad], int r, int n, float left, float right) {
-    *reinterpret_cast<Word*>(&to[row_of(r)][column_of(n, 0)]) = pack(left, right);
+TW_DEVICE void put(TileOfScores& to, int r, int n, float left, float right) {
+    *reinterpret_cast<Word*>(to.at(row_of(r), column_of(n, 0))) = pack(left, right);
 }
 
 constexpr float kHidden = -0.0f;  // P of a hidden key: 0 where it counts, and known from a P that was rounded to 0
@@ -220,7 +228,7 @@ constexpr float kHidden = -0.0f;  // P of a hidden key: 0 where it counts, and k
 // From products to P, which goes to shared memory, dropout applied; unless kReloads, s then holds dS / dP'. One by one, in
 // a loop that is not unrolled: a hundred copies of a long expression would take longer to compile than most problems take to run.
 TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
-                                     const Tile& tile, int j0) {
+                                     const QueryTile& tile, int j0) {
     float* const mine = &shared.elements[0][threadIdx.x];
     constexpr int kStride = kRolled ? kThreads : 0;
 #pragma unroll
@@ -240,7 +248,7 @@ TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const
                 if (kSoftcap) factor *= 1 - capped / score.softcap * (capped / score.softcap);
             }
         }
-        shared.p[row][column] = Float<kDTypeQ>::store(keep[e] ? probability : 0.0f);
+        *shared.p.at(row, column) = Float<kDTypeQ>::store(keep[e] ? probability : 0.0f);
         if (!kReloads) mine[e * kStride] = probability == 0 ? 0.0f : probability * factor;
     }
     if (kReloads) return;
@@ -253,7 +261,7 @@ using OwnRows = float[2 * kRowFragments];  // a number for each row of this thre
 
 template <bool kMasked>
 TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, const OwnRows& lse,
-                            const Tile& tile, int j0) {
+                            const QueryTile& tile, int j0) {
     const Site& site = score.site;
     const float scale = score.scale * kLog2E;
 #pragma unroll
@@ -305,7 +313,7 @@ TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& 
 #pragma unroll
         for (int n = 0; n < kKeyFragments; ++n) {
             float ds[2];
-            const Word ps = kReloads ? *reinterpret_cast<const Word*>(&shared.p[row_of(r)][column_of(n, 0)]) : 0;
+            const Word ps = kReloads ? *reinterpret_cast<const Word*>(shared.p.at(row_of(r), column_of(n, 0))) : 0;
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const int e = r % 2 * 2 + c;
@@ -327,8 +335,8 @@ TW_DEVICE void spread_nan(Shared& shared) {
 #pragma unroll 1
     for (int e = 0; e < kElements; ++e) {
         const int row = row_of(e / 4 / kKeyFragments * 2 + e % 4 / 2), column = column_of(e / 4 % kKeyFragments, e % 2);
-        const float ds = Float<kDTypeQ>::template load<float>(shared.ds[row][column]);
-        if (ds != ds) shared.p[row][column] = 0x7fff;
+        const float ds = Float<kDTypeQ>::template load<float>(*shared.ds.at(row, column));
+        if (ds != ds) *shared.p.at(row, column) = 0x7fff;
     }
 }
 
@@ -358,7 +366,7 @@ TW_DEVICE bool works_on(const abi::Problem& p, const MaskData& mask, const Site&
 // dK or dV of this block, through a tile of shared memory that nobody reads any more.
 template <int kDims, int kFragments, int kPairs2>
 TW_DEVICE void store_gradient(const abi::Tensor& out, const float (&x)[kFragments][kPairs2][4], float scale,
-                              Half (&tile)[kTileKV][kDims + kPad], const Site& site, Int b, Int j0, Int dims, bool aligned) {
+                              Tile<kTileKV, kDims>& tile, const Site& site, Int b, Int j0, Int dims, bool aligned) {
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -366,8 +374,8 @@ TW_DEVICE void store_gradient(const abi::Tensor& out, const float (&x)[kFragment
             const int pair = own_pair() + n / 2 * kWarpsColumns;
             if (kDims / 16 % kWarpsColumns != 0 && pair >= kDims / 16) break;
             const int row = own_key() + m * 16 + lane_id() / 4, column = pair * 16 + n % 2 * 8 + lane_id() % 4 * 2;
-            *reinterpret_cast<Word*>(&tile[row][column]) = pack(x[m][n][0] * scale, x[m][n][1] * scale);
-            *reinterpret_cast<Word*>(&tile[row + 8][column]) = pack(x[m][n][2] * scale, x[m][n][3] * scale);
+            *reinterpret_cast<Word*>(tile.at(row, column)) = pack(x[m][n][0] * scale, x[m][n][1] * scale);
+            *reinterpret_cast<Word*>(tile.at(row + 8, column)) = pack(x[m][n][2] * scale, x[m][n][3] * scale);
         }
     }
     __syncthreads();
@@ -380,10 +388,10 @@ TW_DEVICE void store_gradient(const abi::Tensor& out, const float (&x)[kFragment
         if (left <= 0) continue;
         Half* const at = to + r * out.row + c * out.dim;
         if (aligned && left >= 8) {
-            *reinterpret_cast<Chunk*>(at) = *reinterpret_cast<const Chunk*>(&tile[r][c]);
+            *reinterpret_cast<Chunk*>(at) = *reinterpret_cast<const Chunk*>(tile.at(r, c));
         } else {
 #pragma unroll 1
-            for (int e = 0; e < 8 && e < left; ++e) at[e * out.dim] = tile[r][c + e];
+            for (int e = 0; e < 8 && e < left; ++e) at[e * out.dim] = *tile.at(r, c + e);
         }
     }
 }
@@ -439,7 +447,7 @@ TW_KERNEL(bwd_mma, Params, params) {
     if (threadIdx.x == 0) describe_block(params, place, head_kv, block);
     __syncthreads();
 
-    const auto copy_q = [&](const Tile& tile, int stage) {
+    const auto copy_q = [&](const QueryTile& tile, int stage) {
         copy_rows<kDimsQK, kTileQ>(shared.q[stage], block.q + tile.h * p.q.head + tile.i0 * p.q.row, p.q.row, p.q.dim,
                                    static_cast<int>(block.site.q_len) - tile.i0, static_cast<int>(p.head_dim_qk));
         if (threadIdx.x < kTileQ / 2) {
@@ -447,7 +455,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                        block.rows + ((tile.h * call.q_tiles * kTileQ) + tile.i0 + 2 * threadIdx.x) * 4, 16);
         }
     };
-    const auto copy_d_o = [&](const Tile& tile, int stage) {
+    const auto copy_d_o = [&](const QueryTile& tile, int stage) {
         copy_rows<kDimsV, kTileQ>(shared.d_o[stage % kStages], block.d_o + tile.h * call.d_o.head + tile.i0 * call.d_o.row,
                                   call.d_o.row, call.d_o.dim, static_cast<int>(block.site.q_len) - tile.i0,
                                   static_cast<int>(p.head_dim_v));
@@ -459,8 +467,8 @@ TW_KERNEL(bwd_mma, Params, params) {
 
     // Turns: blocks with later keys add to a tile of dQ first. A causal mask then needs no waiting: such a block comes to
     // the tile earlier, and blocks that others wait for have lower numbers.
-    const auto turns_of = [&](const Tile& tile) { return block.turns + tile.h * call.q_tiles + tile.i0 / kTileQ; };
-    const auto await_turn = [&](const Tile& tile) {
+    const auto turns_of = [&](const QueryTile& tile) { return block.turns + tile.h * call.q_tiles + tile.i0 / kTileQ; };
+    const auto await_turn = [&](const QueryTile& tile) {
         if (!kDeterministic || !call.dq.data) return;
         int first = 0;  // how many blocks come before this one
         Site site = block.site;
@@ -476,8 +484,11 @@ TW_KERNEL(bwd_mma, Params, params) {
         }
         if (threadIdx.x == 0) wait_for(turns_of(tile), first);
     };
-    const auto end_turn = [&](const Tile& tile) {
-        if (kDeterministic && call.dq.data && threadIdx.x == 0) atomicAdd(turns_of(tile), 1);
+    // After a barrier behind what all threads have added. Not at once: the fence waits for it to arrive.
+    const auto end_turn = [&](const QueryTile& tile) {
+        if (!kDeterministic || !call.dq.data || threadIdx.x != 0) return;
+        __threadfence();
+        atomicAdd(turns_of(tile), 1);
     };
 
     GradientK dk;
@@ -495,7 +506,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                                        static_cast<int>(p.head_dim_v));
             keys_copied = true;
         }
-        Tile tile = tile_at(Tile{}, 0), before = tile;
+        QueryTile tile = tile_at(QueryTile{}, 0), before = tile;
         copy_q(tile, 0);
         if constexpr (kStages == 1) commit_copies();
         copy_d_o(tile, 0);
@@ -516,11 +527,9 @@ TW_KERNEL(bwd_mma, Params, params) {
             }
             // Of this tile all is there, or with one stage all but dO; the tile before has been read.
             wait_for_copies<kStages == 1 ? 1 : 0>();
-            if constexpr (kDeterministic) __threadfence();  // what this thread has added comes before the end of its turn
             __syncthreads();
-            if (n > 0) end_turn(before);
             if (more) {
-                const Tile next = tile_at(tile, n + 1);
+                const QueryTile next = tile_at(tile, n + 1);
                 copy_q(next, 1 - stage);
                 if constexpr (kStages == 2) copy_d_o(next, 1 - stage);
             }
@@ -574,21 +583,22 @@ TW_KERNEL(bwd_mma, Params, params) {
                 await_turn(tile);
                 __syncthreads();
             }
+            if (n > 0) end_turn(before);
             if (careful) {
                 keep_finite(shared.q[stage]), keep_finite(d_o), keep_finite(shared.k);
                 __syncthreads();
             }
-            multiply_columns<true, kDimsV, kTileQ, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
+            multiply_columns<true, kWarpsColumns>(dv, shared.p, own_key(), d_o, own_pair());
             if constexpr (kStages == 1) {
                 __syncthreads();  // dO has been read
                 if (more) copy_d_o(tile_at(tile, n + 1), 0);
                 commit_copies();
             }
-            multiply_columns<true, kDimsQK, kTileQ, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
+            multiply_columns<true, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
             if (call.dq.data) {
                 GradientQ dq;
                 fill(dq, 0);
-                multiply_columns<false, kDimsQK, kTileKV, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
+                multiply_columns<false, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
                 const Int number = tile.h * call.q_tiles + tile.i0 / kTileQ;
                 float* const sums = block.dq_sums + number * (kTileQ * kDimsQK);
 #pragma unroll
@@ -611,15 +621,14 @@ TW_KERNEL(bwd_mma, Params, params) {
             if (more) tile = tile_at(tile, n + 1);
         }
         if constexpr (kDeterministic) {
-            __threadfence();
             __syncthreads();
             end_turn(before);
         }
     };
 
     if constexpr (kBands) {
-        work(block.per_head * group, [&](const Tile& last, int n) {
-            Tile tile{last.h, last.i0 + kTileQ, kPartial};
+        work(block.per_head * group, [&](const QueryTile& last, int n) {
+            QueryTile tile{last.h, last.i0 + kTileQ, kPartial};
             if (n == 0) tile = {0, block.begin, kPartial};
             else if (tile.i0 >= block.end) tile.h += 1, tile.i0 = block.begin;
             if (tile.i0 >= block.full_begin && tile.i0 + kTileQ <= block.full_end) tile.tile_class = kFull;
@@ -646,7 +655,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                 }
                 if (c != kSkip) shared.list[position] = start + c;
                 __syncthreads();
-                work(count, [&](const Tile&, int n) { return Tile{h, shared.list[n] & ~3, shared.list[n] & 3}; });
+                work(count, [&](const QueryTile&, int n) { return QueryTile{h, shared.list[n] & ~3, shared.list[n] & 3}; });
             }
         }
     }

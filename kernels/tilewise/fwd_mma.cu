@@ -25,7 +25,7 @@
 namespace tilewise {
 
 constexpr int kDepthSteps = kDimsQK / 16, kKeySteps = kTileKV / 16;
-constexpr int kQPitch = (kDimsQK > kColumns ? kDimsQK : kColumns) + kPad;  // its place also holds o, at the end
+constexpr int kQWidth = kDimsQK > kColumns ? kDimsQK : kColumns;  // its place also holds o, at the end
 constexpr int kElements = kMTiles * kTileKV / 8 * 4;                       // of a thread, of a tile of scores
 
 struct __align__(16) KeyRange {
@@ -46,9 +46,9 @@ struct __align__(16) ThreadConstants {
 };
 
 struct Shared {
-    Half q[kTileQ][kQPitch];
-    Half k[2][kTileKV][kDimsQK + kPad];
-    Half v[2][kTileKV][kColumns + kPad];
+    Tile<kTileQ, kQWidth> q;
+    Tile<kTileKV, kDimsQK> k[2];
+    Tile<kTileKV, kColumns> v[2];
     int list[kBands ? 1 : kThreads];  // where tiles to work on start, and their class in the low two bits
     int warp_counts[kBands ? 1 : kWarps];
     WarpConstants warps[kWarps];
@@ -98,7 +98,9 @@ struct Queries {  // fragments of Q: kept in registers, or read again for every 
 private:
     TW_DEVICE void read(Word (&a)[kMTiles][4], const Shared& shared, int d) {
 #pragma unroll
-        for (int m = 0; m < kMTiles; ++m) load_a(a[m], shared.q, (warp_id() * kMTiles + m) * 16, d * 16);
+        for (int m = 0; m < kMTiles; ++m) {
+            Matrices<Tile<kTileQ, kQWidth>>::by_rows(shared.q, warp_id() * kMTiles * 16, 0).load(a[m], m * 16, d * 16);
+        }
     }
 };
 
@@ -117,9 +119,10 @@ TW_DEVICE void clear(Scores& s) {
 TW_DEVICE void multiply_scores(Scores& s, const Queries& queries, const Shared& shared, int stage) {
     constexpr int kProducts = kDepthSteps * kKeySteps, kRing = kReadAhead + 1;
     Word a[2][kMTiles][4], b[kRing][4];
+    const auto k = Matrices<Tile<kTileKV, kDimsQK>>::by_columns(shared.k[stage], 0, 0);
     const auto read = [&](int g) {
         if (g % kKeySteps == 0) queries.get(a[g / kKeySteps % 2], shared, g / kKeySteps);
-        load_b(b[g % kRing], shared.k[stage], g % kKeySteps * 16, g / kKeySteps * 16);
+        k.load(b[g % kRing], g % kKeySteps * 16, g / kKeySteps * 16);
     };
     clear(s);
 #pragma unroll
@@ -163,7 +166,8 @@ TW_DEVICE void multiply_output(Output& o, Scores& p, Softmax& softmax, const Sha
     if constexpr (kExponentiate) exponentiate(0, 0, 1);
     constexpr int kProducts = kKeySteps * kSteps, kRing = kReadAhead + 1;
     Word a[kMTiles][4], b[kRing][4];
-    const auto read = [&](int g) { load_b_transposed(b[g % kRing], shared.v[stage], g / kSteps * 16, g % kSteps * 16); };
+    const auto v = Matrices<Tile<kTileKV, kColumns>>::by_rows(shared.v[stage], 0, 0);
+    const auto read = [&](int g) { v.load_transposed(b[g % kRing], g / kSteps * 16, g % kSteps * 16); };
 #pragma unroll
     for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
 #pragma unroll
@@ -412,7 +416,7 @@ TW_DEVICE void attend_with_care(const Params& params, const Block& block, const 
                 float product = 0;
 #pragma unroll 1
                 for (int d = 0; d < k.dims; ++d) {
-                    product += Float<kDTypeQ>::template load<float>(shared.q[row][d]) *
+                    product += Float<kDTypeQ>::template load<float>(*shared.q.at(row, d)) *
                                Float<kDTypeQ>::template load<float>(k.data[j * k.row + d * k.dim]);
                 }
                 x = score.after_mod(score.before_mod(product, i, j, capped), i, j) * kLog2E;
@@ -487,7 +491,8 @@ TW_KERNEL(fwd_mma, Params, params) {
         shared.warps[warp_id()] = {keys_of(block, params.mask, first_row, first_row + 16 * kMTiles - 1), first,
                                    (walk.end - first + kTileKV - 1) / kTileKV, whole ? k.count : 0};
     }
-    shared.threads[threadIdx.x] = {k.mine(), v.mine(), k.my_offset(kDimsQK + kPad), v.my_offset(kColumns + kPad)};
+    shared.threads[threadIdx.x] = {k.mine(), v.mine(), k.my_offset<Tile<kTileKV, kDimsQK>>(),
+                                   v.my_offset<Tile<kTileKV, kColumns>>()};
     if (threadIdx.x == 0) {
         shared.k_source = k, shared.v_source = v;
         if (kDocuments) {
@@ -518,12 +523,12 @@ TW_KERNEL(fwd_mma, Params, params) {
     {
         const auto q = TileSource<kDimsQK>::make(p.q, b_q, site.q_row0 + block.i0, h, 0, rows, p.head_dim_qk);
         if (!kPackGQA && rows == kTileQ && copies_whole<kDimsQK, kTileQ>(q)) {
-            copy_whole_tile<kDimsQK>(shared.q, q.my_offset(kQPitch), q.mine(), q.row);
+            copy_whole_tile<kDimsQK>(shared.q, q.my_offset<Tile<kTileQ, kQWidth>>(), q.mine(), q.row);
         } else if constexpr (kPackGQA) {
             constexpr int kChunks = kDimsQK / 8;
             for (int n = threadIdx.x; n < kTileQ * kChunks; n += kThreads) {
                 const int r = n / kChunks, c = n % kChunks * 8;
-                copy_chunk(&shared.q[r][c], q.data + (r / group) * q.row + (r % group) * p.q.head + c * q.dim, q.dim,
+                copy_chunk(shared.q.at(r, c), q.data + (r / group) * q.row + (r % group) * p.q.head + c * q.dim, q.dim,
                            r < rows ? q.dims - c : 0);
             }
         } else {
@@ -618,7 +623,7 @@ TW_KERNEL(fwd_mma, Params, params) {
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
             const float(&x)[4] = o[r / 2][n];
-            *reinterpret_cast<Word*>(&shared.q[row_of(r)][column_of(n, 0)]) =
+            *reinterpret_cast<Word*>(shared.q.at(row_of(r), column_of(n, 0))) =
                 pack(x[r % 2 * 2] * factors[r], x[r % 2 * 2 + 1] * factors[r]);
         }
     }
@@ -630,7 +635,7 @@ TW_KERNEL(fwd_mma, Params, params) {
         Half* to = output_row(params, block, first_row + r) + c;
 #pragma unroll 8
         for (int n = 0; n < 16 * kMTiles; n += 32 / kChunks, to += 32 / kChunks * params.call.o.row) {
-            *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(&shared.q[first_row + r + n][c]);
+            *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(shared.q.at(first_row + r + n, c));
         }
         return;
     }
@@ -640,10 +645,10 @@ TW_KERNEL(fwd_mma, Params, params) {
         if (row >= rows || left <= 0) continue;
         Half* const to = output_row(params, block, row) + c * params.call.o.dim;
         if (params.call.aligned && left >= 8) {
-            *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(&shared.q[row][c]);
+            *reinterpret_cast<Chunk*>(to) = *reinterpret_cast<const Chunk*>(shared.q.at(row, c));
         } else {
 #pragma unroll 1
-            for (int x = 0; x < 8 && x < left; ++x) to[x * params.call.o.dim] = shared.q[row][c + x];
+            for (int x = 0; x < 8 && x < left; ++x) to[x * params.call.o.dim] = *shared.q.at(row, c + x);
         }
     }
 }

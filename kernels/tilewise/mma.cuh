@@ -16,8 +16,6 @@ struct __align__(16) Chunk {
     Word words[4];
 };
 
-constexpr int kPad = 8;  // elements after a row of a tile: rows start 16 bytes apart modulo 128, and no banks collide
-
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Bits [0, n) of a word; n may be below 0 and is at most 31.
@@ -42,8 +40,10 @@ TW_DEVICE void mma(float (&d)[4], const Word (&a)[4], Word b0, Word b1) {
     if constexpr (kDTypeQ == kBF16) tw_mma_m16n8k16_bf16(d, a, b, d);
     else tw_mma_m16n8k16_f16(d, a, b, d);
 }
-TW_DEVICE void load_matrices(Word (&to)[4], const Half* row) { tw_ldmatrix<4>(to, row); }
-TW_DEVICE void load_matrices_transposed(Word (&to)[4], const Half* row) { tw_ldmatrix<4, true>(to, row); }
+using SharedAddress = const Half*;
+TW_DEVICE SharedAddress shared_address(const Half* p) { return p; }
+TW_DEVICE void load_matrices(Word (&to)[4], SharedAddress row) { tw_ldmatrix<4>(to, row); }
+TW_DEVICE void load_matrices_transposed(Word (&to)[4], SharedAddress row) { tw_ldmatrix<4, true>(to, row); }
 TW_DEVICE void copy_async(Half* to, const Half* from) { tw_cp_async<16>(to, from); }
 TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) { tw_cp_async<16>(to, from, bytes); }
 TW_DEVICE void commit_copies() {}
@@ -102,19 +102,20 @@ TW_DEVICE void mma(float (&d)[4], const Word (&a)[4], Word b0, Word b1) {
 #endif
 }
 
-TW_DEVICE Word shared_address(const void* p) { return static_cast<Word>(__cvta_generic_to_shared(p)); }
+using SharedAddress = Word;
+TW_DEVICE SharedAddress shared_address(const void* p) { return static_cast<Word>(__cvta_generic_to_shared(p)); }
 
 // Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8. Thread (g, t) gets elements 2 t, 2 t + 1 of
 // row g, or of column g.
-TW_DEVICE void load_matrices(Word (&to)[4], const Half* row) {
+TW_DEVICE void load_matrices(Word (&to)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
 }
-TW_DEVICE void load_matrices_transposed(Word (&to)[4], const Half* row) {
+TW_DEVICE void load_matrices_transposed(Word (&to)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
 }
 
 TW_DEVICE void copy_async(Half* to, const Half* from) {  // 16 bytes to shared memory
@@ -159,6 +160,21 @@ TW_DEVICE float tanh_fast(float x) { return 1 - 2 * reciprocal_fast(exp2_fast(x 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles in shared memory
 
+// kRows rows of kWidth numbers, in chunks of 16 bytes, for accesses without bank conflicts. Rows of whole 128 bytes are
+// swizzled: chunk c of row r is where chunk c ^ r % 8 would be, so that the same chunk of eight rows lies in all banks, and
+// 128 bytes of a row, which a copy brings at a time, in all banks too. Other rows have a chunk of padding.
+template <int kRows, int kWidth, bool kSwizzle = kWidth % 64 == 0>
+struct __align__(128) Tile {
+    static constexpr bool kSwizzled = kSwizzle;
+    static constexpr int kPitch = kSwizzle ? kWidth : kWidth + 8;
+
+    Half numbers[kRows * kPitch];
+
+    TW_DEVICE int index(int r, int c) { return r * kPitch + (kSwizzle ? c ^ r % 8 * 8 : c); }
+    __device__ __forceinline__ Half* at(int r, int c) { return numbers + index(r, c); }
+    __device__ __forceinline__ const Half* at(int r, int c) const { return numbers + index(r, c); }
+};
+
 // Rows of one head in global memory, kWidth numbers of each; beyond `count` rows and `dims` numbers all is zero. The
 // threads of a block share rows in chunks of 8 numbers.
 template <int kWidth>
@@ -166,6 +182,8 @@ struct TileSource {
     static constexpr int kChunks = kWidth / 8;
     static constexpr bool kEven = kThreads % kChunks == 0;  // a thread stays in its columns
     static constexpr int kStep = kEven ? kThreads / kChunks : 1;  // rows from one of its chunks to the next
+    // Its rows differ from the first in other bits than threads do, as far as swizzling goes.
+    static constexpr bool kRegular = kStep % 8 == 0 || 8 % kStep == 0;
 
     const Half* data;
     Int row, dim;  // strides
@@ -180,9 +198,10 @@ struct TileSource {
         const int thread = static_cast<int>(threadIdx.x);
         return data + thread / kChunks * row + thread % kChunks * 8;
     }
-    TW_DEVICE int my_offset(int pitch) {
+    template <class Tile>
+    TW_DEVICE int my_offset() {
         const int thread = static_cast<int>(threadIdx.x);
-        return thread / kChunks * pitch + thread % kChunks * 8;
+        return Tile::index(thread / kChunks, thread % kChunks * 8);
     }
 };
 
@@ -201,51 +220,70 @@ TW_DEVICE void copy_chunk(Half* to, const Half* row, Int dim, int left) {
 
 // kRows whole rows, kWidth wide, by all threads of the block; `at` is where this thread's first chunk is, and `offset` in
 // elements where it goes.
-template <int kWidth, int kRows, int kPitch>
-TW_DEVICE void copy_whole_tile(Half (&to)[kRows][kPitch], int offset, const Half* at, Int row) {
-    using Source = TileSource<kWidth>;
-    Half* const place = &to[0][0] + offset;
+template <int kWidth, int kRows, int kTileWidth>
+TW_DEVICE void copy_whole_tile(Tile<kRows, kTileWidth>& to, int offset, const Half* at, Int row) {
+    using To = Tile<kRows, kTileWidth>;
+    constexpr int kStep = TileSource<kWidth>::kStep;
 #pragma unroll
-    for (int n = 0; n < kRows / Source::kStep; ++n, at += Source::kStep * row) copy_async(place + n * Source::kStep * kPitch, at);
+    for (int n = 0; n < kRows / kStep; ++n, at += kStep * row) {
+        copy_async(to.numbers + n * kStep * To::kPitch + (To::kSwizzled ? offset ^ n * kStep % 8 * 8 : offset), at);
+    }
 }
 // Whether tiles of so many rows of the source can be copied like that, as long as it has the rows.
 template <int kWidth, int kRows>
 TW_DEVICE bool copies_whole(const TileSource<kWidth>& from) {
     using Source = TileSource<kWidth>;
-    return kAligned && Source::kEven && kRows % Source::kStep == 0 && from.dims >= kWidth;
+    return kAligned && Source::kEven && Source::kRegular && kRows % Source::kStep == 0 && from.dims >= kWidth;
 }
 
 // Rows [first, first + kRows) of any source.
-template <int kWidth, int kRows, int kPitch>
-TW_DEVICE void copy_tile(Half (&to)[kRows][kPitch], const TileSource<kWidth>& source, int first) {
+template <int kWidth, int kRows, int kTileWidth>
+TW_DEVICE void copy_tile(Tile<kRows, kTileWidth>& to, const TileSource<kWidth>& source, int first) {
     const TileSource<kWidth> from = source;
     constexpr int kChunks = kWidth / 8;
 #pragma unroll 1
     for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
         const int r = n / kChunks, c = n % kChunks * 8;
-        copy_chunk(&to[r][c], from.data + (first + r) * from.row + c * from.dim, from.dim,
+        copy_chunk(to.at(r, c), from.data + (first + r) * from.row + c * from.dim, from.dim,
                    first + r < from.count ? from.dims - c : 0);
     }
 }
 
-// Rows [row, row + 16) and columns [column, column + 16) of a tile as an A operand.
-template <int kPitch>
-TW_DEVICE void load_a(Word (&a)[4], const Half (*tile)[kPitch], int row, int column) {
-    const int lane = lane_id();
-    load_matrices(a, &tile[row + lane % 16][column + lane / 16 * 8]);
-}
-// Two B operands from 16 rows of a tile: b[0], b[1] for rows 0 ... 7 as columns of B, b[2], b[3] for rows 8 ... 15; the
-// tile's columns are the depth of the product.
-template <int kPitch>
-TW_DEVICE void load_b(Word (&b)[4], const Half (*tile)[kPitch], int row, int column) {
-    const int lane = lane_id();
-    load_matrices(b, &tile[row + lane % 8 + lane / 16 * 8][column + lane / 8 % 2 * 8]);
-}
-// The same of 16 columns, where the tile's rows are the depth.
-template <int kPitch>
-TW_DEVICE void load_b_transposed(Word (&b)[4], const Half (*tile)[kPitch], int row, int column) {
-    const int lane = lane_id();
-    load_matrices_transposed(b, &tile[row + lane % 16][column + lane / 16 * 8]);
-}
+// Where the lanes of a warp find rows of four 8 x 8 matrices, 16 rows and columns of a tile. What makes a thread's address
+// is one number; the matrices of another row or column are a constant away from it.
+template <class Tile>
+class Matrices {
+public:
+    // Matrices in the order of an A operand, and of two B operands whose columns are the tile's rows. `row` is a multiple
+    // of 8; all columns that are added to `column` differ from it in other bits.
+    TW_DEVICE Matrices by_rows(const Tile& tile, int row, int column) {
+        return Matrices(tile, row + lane_id() % 16, column + lane_id() / 16 * 8);
+    }
+    TW_DEVICE Matrices by_columns(const Tile& tile, int row, int column) {
+        return Matrices(tile, row + lane_id() % 8 + lane_id() / 16 * 8, column + lane_id() / 8 % 2 * 8);
+    }
+    __device__ __forceinline__ void load(Word (&to)[4], int row, int column) const { load_matrices(to, at(row, column)); }
+    __device__ __forceinline__ void load_transposed(Word (&to)[4], int row, int column) const {
+        load_matrices_transposed(to, at(row, column));
+    }
+
+private:
+#ifdef TILEWISE_FAKE_CUDA
+    const Half* tile_;
+    int index_;
+    __device__ Matrices(const Tile& tile, int r, int c) : tile_(tile.numbers), index_(Tile::index(r, c)) {}
+    __device__ const Half* at(int row, int column) const {
+        return tile_ + row * Tile::kPitch + column / 64 * 64 + (Tile::kSwizzled ? index_ ^ column % 64 : index_ + column % 64);
+    }
+#else
+    Word address_;
+    __device__ __forceinline__ Matrices(const Tile& tile, int r, int c)
+        : address_(shared_address(tile.numbers) + 2 * Tile::index(r, c)) {}
+    __device__ __forceinline__ Word at(int row, int column) const {  // tiles start at multiples of 128 bytes
+        const int constant = 2 * (row * Tile::kPitch + column / 64 * 64), within = 2 * (column % 64);
+        return (Tile::kSwizzled ? address_ ^ within : address_ + within) + constant;
+    }
+#endif
+};
 
 }  // namespace tilewise

@@ -1,5 +1,4 @@
-// What the backward pass on tensor cores needs beside mma.cuh: operands that are transposed or cleaned, sums in global
-// memory, and turns.
+// What the backward pass on tensor cores needs beside mma.cuh: tiles that are cleaned, sums in global memory, and turns.
 //
 // A tile of the sums of dQ lies in the order in which threads hold it: fragment (m, n) of 16 rows and 8 columns, m rows
 // first, is 128 numbers; kVectorAdd says whether the four of a thread lie side by side or the 32 of an element.
@@ -9,14 +8,6 @@
 
 namespace tilewise {
 
-// Rows [row, row + 16) of the transpose of a tile as an A operand, columns [column, column + 16) its depth: the tile is
-// depth x rows.
-template <int kPitch>
-TW_DEVICE void load_a_transposed(Word (&a)[4], const Half (*tile)[kPitch], int row, int column) {
-    const int lane = lane_id();
-    load_matrices_transposed(a, &tile[column + lane % 8 + lane / 16 * 8][row + lane / 8 % 2 * 8]);
-}
-
 // Two numbers of kDTypeQ, 0 in place of those that are not finite: 0 times them would be NaN.
 TW_DEVICE Word only_finite(Word x) {
     constexpr Word kExponent = kDTypeQ == kBF16 ? 0x7f807f80u : 0x7c007c00u, kLast = kDTypeQ == kBF16 ? 0x00800080u : 0x04000400u;
@@ -24,16 +15,16 @@ TW_DEVICE Word only_finite(Word x) {
     return x & ~((above >> 15) * 0xffffu);
 }
 
-template <int kRows, int kPitch>
-TW_DEVICE void keep_finite(Half (&tile)[kRows][kPitch]) {
-    Word* const words = reinterpret_cast<Word*>(&tile[0][0]);
+template <int kRows, int kWidth>
+TW_DEVICE void keep_finite(Tile<kRows, kWidth>& tile) {
+    Word* const words = reinterpret_cast<Word*>(tile.numbers);
 #pragma unroll 1
-    for (int n = threadIdx.x; n < kRows * kPitch / 2; n += kThreads) words[n] = only_finite(words[n]);
+    for (int n = threadIdx.x; n < kRows * tile.kPitch / 2; n += kThreads) words[n] = only_finite(words[n]);
 }
 
 // kRows rows of kWidth numbers from global memory; zero beyond `count` rows and `dims` numbers.
 template <int kWidth, int kRows>
-TW_DEVICE void copy_rows(Half (&to)[kRows][kWidth + kPad], const Half* from, Int row, Int dim, int count, int dims) {
+TW_DEVICE void copy_rows(Tile<kRows, kWidth>& to, const Half* from, Int row, Int dim, int count, int dims) {
     constexpr int kChunks = kWidth / 8;
     if constexpr (kAligned && kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0) {  // a thread stays in its columns
         if (count >= kRows && dims >= kWidth) {
@@ -41,14 +32,14 @@ TW_DEVICE void copy_rows(Half (&to)[kRows][kWidth + kPad], const Half* from, Int
             const int c = static_cast<int>(threadIdx.x) % kChunks * 8, r = static_cast<int>(threadIdx.x) / kChunks;
             from += r * row + c;
 #pragma unroll
-            for (int n = 0; n < kRows / kStep; ++n, from += kStep * row) copy_async(&to[r + n * kStep][c], from);
+            for (int n = 0; n < kRows / kStep; ++n, from += kStep * row) copy_async(to.at(r + n * kStep, c), from);
             return;
         }
     }
 #pragma unroll 2
     for (int n = threadIdx.x; n < kRows * kChunks; n += kThreads) {
         const int r = n / kChunks, c = n % kChunks * 8;
-        copy_chunk(&to[r][c], from + r * row + c * dim, dim, r < count ? dims - c : 0);
+        copy_chunk(to.at(r, c), from + r * row + c * dim, dim, r < count ? dims - c : 0);
     }
 }
 

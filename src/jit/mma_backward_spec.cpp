@@ -22,12 +22,11 @@ Constants MmaBackwardSpec::constants() const {
 }
 
 int64_t MmaBackwardSpec::shared_bytes() const {  // of struct Shared
-    constexpr int64_t kPad = 8;
-    const int64_t qk = dims_qk + kPad, v = dims_v + kPad;
-    int64_t bytes = 2 * (keys * (qk + v) + queries * (2 * qk + stages * v) + 2 * queries * (keys + kPad));
+    const int64_t qk = tile_pitch(dims_qk), v = tile_pitch(dims_v);
+    int64_t bytes = 2 * (keys * (qk + v) + queries * (2 * qk + stages * v) + 2 * queries * (keys + 8));
     bytes += 160 + 16 * queries + (bands ? 32 + 8 * queries : 16 + warps * 32 * 4 + 4 * warps);
     bytes += rolled ? int64_t{4} * queries * keys : 16;
-    return (bytes + 15) / 16 * 16;
+    return round_up(bytes, 128);
 }
 
 std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,
@@ -65,7 +64,8 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     // dK and dV take half of the registers. Blocks of four warps leave room for a second one on the SM, whose products
     // go on while this one exponentiates or waits.
     if (dims <= 64) {
-        spec.queries = 128, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
+        spec.queries = limit > 200 * 1024 ? 64 : 128, spec.keys = 64, spec.warps = 4;
+        spec.blocks = limit > 200 * 1024 ? 3 : 1;
     } else if (dims <= 128) {
         spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
         if (limit == 163 * 1024) spec.keys = 128, spec.warps = 8, spec.blocks = 1;
@@ -94,7 +94,7 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     const int steps = std::min(
         {spec.keys * spec.warps_q / spec.warps / 16, spec.dims_qk * spec.warps_keys / spec.warps / 16,
          spec.dims_v * spec.warps_keys / spec.warps / 16, spec.dims_qk * spec.warps_queries / spec.warps / 16});
-    spec.read_ahead = std::min(tuned("kReadAhead", dims > 128 ? 0 : 1), std::max(steps, 1));
+    spec.read_ahead = std::min(tuned("kReadAhead", 1), std::max(steps, 1));
     return spec;
 }
 

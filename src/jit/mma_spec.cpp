@@ -12,6 +12,8 @@ using core::Problem;
 
 int round_up(int64_t x, int64_t step) { return static_cast<int>((x + step - 1) / step * step); }
 
+int64_t tile_pitch(int64_t width) { return width % 64 == 0 ? width : width + 8; }
+
 int64_t shared_limit(const Arch& arch) {
     switch (arch.number()) {
         case 75: return 64 * 1024;
@@ -51,13 +53,12 @@ Constants MmaForwardSpec::constants() const {
 }
 
 int64_t MmaForwardSpec::shared_bytes() const {  // of struct Shared
-    constexpr int64_t kPad = 8;
-    int64_t bytes = 2 * rows() * (std::max(dims_qk, columns) + kPad);
-    bytes += 2 * 2 * keys * (dims_qk + kPad + columns + kPad);
+    int64_t bytes = 2 * rows() * tile_pitch(std::max(dims_qk, columns));
+    bytes += 2 * 2 * keys * (tile_pitch(dims_qk) + tile_pitch(columns));
     bytes += round_up(bands ? 8 : warps * 32 * 4 + 4 * warps, 16) + 32 * warps + 80 + 32 * 32 * warps;
     bytes += 48 + (documents ? int64_t{8} * warps * keys : 8);
     bytes += rolled ? int64_t{4} * rows() * keys : int64_t{4} * warps * 32;
-    return (bytes + 15) / 16 * 16;
+    return round_up(bytes, 128);
 }
 
 std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,

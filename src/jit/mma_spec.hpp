@@ -10,6 +10,8 @@ namespace tilewise::jit {
 
 // What both passes ask.
 int round_up(int64_t x, int64_t step);
+// Numbers from one row of a tile in shared memory to the next, as Tile of kernels/tilewise/mma.cuh has them.
+int64_t tile_pitch(int64_t width);
 // Largest shared memory of a block in bytes (CUDA C++ Programming Guide, table of compute capabilities).
 int64_t shared_limit(const Arch& arch);
 // Rows follow each other at multiples of 16 bytes, and numbers lie side by side.
