@@ -64,6 +64,7 @@ TEST(MmaSpec, EveryArchRunsEveryHeadDimWithinItsSharedMemory) {
             EXPECT_GE(spec->dims_qk, head_dim);
             EXPECT_EQ(spec->dims_qk % 16 + spec->columns % 16 + spec->keys % 16, 0);
             EXPECT_GE(spec->warps, 1);
+            EXPECT_LE(spec->read_ahead, spec->keys / 16) << arch << " " << head_dim;
         }
     }
 }

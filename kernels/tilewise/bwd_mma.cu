@@ -399,7 +399,7 @@ TW_DEVICE void store_gradient(const abi::Tensor& out, const float (&x)[kFragment
 TW_DEVICE void describe_block(const Params& params, const Place& place, Int head_kv, BlockConstants& block) {
     const abi::MmaBackward& call = params.call;
     const abi::Problem& p = call.problem;
-    const Int h = head_kv * (p.num_heads_q / p.num_heads_kv), j0 = place.row;
+    const Int h = head_kv * quotient(p.num_heads_q, p.num_heads_kv), j0 = place.row;
     const Site site = make_site(p, place.b, h);
     const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
     block.site = site;
@@ -430,19 +430,20 @@ TW_KERNEL(bwd_mma, Params, params) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const abi::MmaBackward& call = params.call;
     const abi::Problem& p = call.problem;
-    const Int blocks = gridDim.x / p.num_heads_kv;
-    Int head_kv = blockIdx.x / blocks, number = blockIdx.x % blocks;
+    const Int blocks = quotient(gridDim.x, p.num_heads_kv);
+    Int head_kv = quotient(blockIdx.x, blocks), number = blockIdx.x - head_kv * blocks;
     if (call.spread) {  // tile after tile of all heads
-        const Int sequences = p.num_heads_kv * p.batch, n = blockIdx.x % sequences;
-        head_kv = n / p.batch, number = n % p.batch * (blocks / p.batch) + blockIdx.x / sequences;
-        if (kDeterministic) number = n % p.batch * (blocks / p.batch) + blocks / p.batch - 1 - blockIdx.x / sequences;
+        const Int sequences = p.num_heads_kv * p.batch, round = quotient(blockIdx.x, sequences), n = blockIdx.x - round * sequences;
+        const Int per_sequence = quotient(blocks, p.batch);
+        head_kv = quotient(n, p.batch);
+        number = (n - head_kv * p.batch) * per_sequence + (kDeterministic ? per_sequence - 1 - round : round);
     } else if (kDeterministic) {
         number = blocks - 1 - number;
     }
     // The first keys of a causal mask are seen by most queries: without turns, the blocks that start first get them.
     const Place place = place_of(p, number, false);
     if (place.b < 0) return;
-    const int j0 = static_cast<int>(place.row), group = static_cast<int>(p.num_heads_q / p.num_heads_kv);
+    const int j0 = static_cast<int>(place.row), group = static_cast<int>(quotient(p.num_heads_q, p.num_heads_kv));
     BlockConstants& block = shared.block;
     if (threadIdx.x == 0) describe_block(params, place, head_kv, block);
     __syncthreads();

@@ -30,7 +30,7 @@ TW_DEVICE float number_at(const abi::Rows& rows, Int b, Int row, Int h) {
 template <int kDType>
 TW_DEVICE void delta(const abi::MmaBackward& call) {
     const abi::Problem& p = call.problem;
-    const Int tiles = call.q_tiles, n = blockIdx.x % tiles, h = blockIdx.x / tiles, tile = h * tiles + n;
+    const Int tiles = call.q_tiles, h = quotient(blockIdx.x, tiles), n = blockIdx.x - h * tiles, tile = h * tiles + n;
     const Int size = p.q_tile * call.columns / 4;
     Floats* const sums = static_cast<Floats*>(call.dq_sums) + tile * size;
     if (call.dq.data) {
@@ -90,7 +90,7 @@ TW_KERNEL(bwd_mma_delta, abi::MmaBackward, call) {
 template <int kDType, bool kVectorAdd>
 TW_DEVICE void finish(const abi::MmaBackward& call) {
     const abi::Problem& p = call.problem;
-    const Int tiles = call.q_tiles, n = blockIdx.x % tiles, h = blockIdx.x / tiles;
+    const Int tiles = call.q_tiles, h = quotient(blockIdx.x, tiles), n = blockIdx.x - h * tiles;
     const Place place = place_of(p, n, true);
     if (place.b < 0) return;
     const Site site = make_site(p, place.b, h);

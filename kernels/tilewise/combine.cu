@@ -18,8 +18,8 @@ TW_KERNEL(combine, abi::Combine, c) {
     asm volatile("griddepcontrol.wait;" ::: "memory");  // launched while the splits are still at work
 #endif
     const abi::Problem& p = c.problem;
-    const Int tiles = gridDim.x / p.num_heads_q, h = blockIdx.x / tiles;
-    const Place place = place_of(p, blockIdx.x % tiles, true);
+    const Int tiles = quotient(gridDim.x, p.num_heads_q), h = quotient(blockIdx.x, tiles);
+    const Place place = place_of(p, blockIdx.x - h * tiles, true);
     if (place.b < 0) return;
     const Site site = make_site(p, place.b, h);
     const Int b = batch_of(p.packed_q, place.b), in_tile = Int(blockIdx.y) * kWarps + threadIdx.x / 32;

@@ -118,6 +118,7 @@ TW_DEVICE void clear(Scores& s) {
 // S = Q K^T. Fragments are read kReadAhead products before they are needed: shared memory takes its time.
 TW_DEVICE void multiply_scores(Scores& s, const Queries& queries, const Shared& shared, int stage) {
     constexpr int kProducts = kDepthSteps * kKeySteps, kRing = kReadAhead + 1;
+    static_assert(kReadAhead <= kKeySteps, "of Q, the fragments of two steps are at hand");
     Word a[2][kMTiles][4], b[kRing][4];
     const auto k = Matrices<Tile<kTileKV, kDimsQK>>::by_columns(shared.k[stage], 0, 0);
     const auto read = [&](int g) {
@@ -462,17 +463,34 @@ TW_KERNEL(fwd_mma, Params, params) {
     TW_DYNAMIC_SHARED(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const abi::Problem& p = params.call.problem;
-    const Int group = kPackGQA ? p.num_heads_q / p.num_heads_kv : 1, tiles = gridDim.x / (p.num_heads_q / group);
+    const Int group = kPackGQA ? quotient(p.num_heads_q, p.num_heads_kv) : 1;
+    const Int tiles = quotient(gridDim.x * group, p.num_heads_q), heads = quotient(blockIdx.x, tiles);
     // The last rows of a causal mask see most; the blocks that start first get them.
-    const Place place = place_of(p, tiles - 1 - blockIdx.x % tiles, true);
+    const Place place = place_of(p, tiles - 1 - (blockIdx.x - heads * tiles), true);
     if (place.b < 0) return;
-    const Int h = blockIdx.x / tiles * group, c0 = Int(blockIdx.y) * kColumns;
+    const Int h = heads * group, c0 = Int(blockIdx.y) * kColumns;
     const Block block{p, group, h, place.row, make_site(p, place.b, h)};
     const Site& site = block.site;
     const int rows = block.rows();
+    const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
+    {
+        const auto q = TileSource<kDimsQK>::make(p.q, b_q, site.q_row0 + block.i0, h, 0, rows, p.head_dim_qk);
+        if (!kPackGQA && rows == kTileQ && copies_whole<kDimsQK, kTileQ>(q)) {
+            copy_whole_tile<kDimsQK>(shared.q, q.my_offset<Tile<kTileQ, kQWidth>>(), q.mine(), q.row);
+        } else if constexpr (kPackGQA) {
+            constexpr int kChunks = kDimsQK / 8;
+            for (int n = threadIdx.x; n < kTileQ * kChunks; n += kThreads) {
+                const int r = n / kChunks, c = n % kChunks * 8;
+                copy_chunk(shared.q.at(r, c), q.data + (r / group) * q.row + (r % group) * p.q.head + c * q.dim, q.dim,
+                           r < rows ? q.dims - c : 0);
+            }
+        } else {
+            copy_tile(shared.q, q, 0);
+        }
+    }
+
     const ScoreContext score(p, params.mask, site);
     const Philox philox = Philox::make(p, site);
-    const Int b_q = batch_of(p.packed_q, site.b), b_kv = batch_of(p.packed_kv, site.b);
 
     const int first_row = warp_id() * 16 * kMTiles;
     const KeyRange seen = keys_of(block, params.mask, 0, rows - 1);
@@ -513,29 +531,15 @@ TW_KERNEL(fwd_mma, Params, params) {
         const int start = kBands ? now.first + n * kTileKV : start_of(n);
         if (start + kTileKV <= now.whole_end) {
             copy_whole_tile<kDimsQK>(shared.k[n % 2], mine.k_offset, mine.k + start * p.k.row, p.k.row);
+            commit_copies();
             copy_whole_tile<kColumns>(shared.v[n % 2], mine.v_offset, mine.v + start * p.v.row, p.v.row);
         } else {
             copy_tile(shared.k[n % 2], shared.k_source, start);
+            commit_copies();
             copy_tile(shared.v[n % 2], shared.v_source, start);
         }
         commit_copies();
     };
-    {
-        const auto q = TileSource<kDimsQK>::make(p.q, b_q, site.q_row0 + block.i0, h, 0, rows, p.head_dim_qk);
-        if (!kPackGQA && rows == kTileQ && copies_whole<kDimsQK, kTileQ>(q)) {
-            copy_whole_tile<kDimsQK>(shared.q, q.my_offset<Tile<kTileQ, kQWidth>>(), q.mine(), q.row);
-        } else if constexpr (kPackGQA) {
-            constexpr int kChunks = kDimsQK / 8;
-            for (int n = threadIdx.x; n < kTileQ * kChunks; n += kThreads) {
-                const int r = n / kChunks, c = n % kChunks * 8;
-                copy_chunk(shared.q.at(r, c), q.data + (r / group) * q.row + (r % group) * p.q.head + c * q.dim, q.dim,
-                           r < rows ? q.dims - c : 0);
-            }
-        } else {
-            copy_tile(shared.q, q, 0);
-        }
-    }
-
     Queries queries;
     Output o;
     Softmax softmax(kRaw ? score.scale * kLog2E : kLog2E);
@@ -556,16 +560,27 @@ TW_KERNEL(fwd_mma, Params, params) {
         for (int n = 0; n < count(); ++n) {
             const WarpConstants now = shared.warps[warp_id()];
             const ThreadConstants mine = shared.threads[threadIdx.x];
-            wait_for_copies<0>();
-            __syncthreads();  // this tile is there, and the one before has been read
+            if (n == 0) wait_for_copies<1>();
+            else wait_for_copies<0>();
+            __syncthreads();  // this tile is there, of the first one K, and the one before has been read
             if (n == 0) queries.load(shared);
             if (n + 1 < (kBands ? now.count : walk.count)) copy_k_and_v(n + 1, now, mine);
+            const auto await_v = [&] {
+                if (n > 0) return;
+                if (count() > 1) wait_for_copies<2>();
+                else wait_for_copies<0>();
+                __syncthreads();
+            };
             const int tile_class = class_of(n, now);
-            if (kBands && tile_class == kSkip) continue;  // other warps see it
+            if (kBands && tile_class == kSkip) {  // other warps see it
+                await_v();
+                continue;
+            }
             Scores s;
             multiply_scores(s, queries, shared, n % 2);
             if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, start_of(n), tile_class);
             softmax.raise_reference(s, o);
+            await_v();
             if constexpr (kDropout) {
                 exponentiate_all(s, softmax);
                 drop(s, philox, block, start_of(n));

@@ -73,7 +73,7 @@ TW_DEVICE int chunk_class(const Site& site, Int chunk, Int i0, Int i1, Int j0, I
 // Arrays
 
 TW_DEVICE Int plane_offset(const abi::MaskArray& a, const Site& site) {
-    return site.b * a.batch + site.h / a.queries_per_head * a.head;
+    return site.b * a.batch + quotient(site.h, a.queries_per_head) * a.head;
 }
 template <int kDType>
 TW_DEVICE Int element(const abi::MaskArray& a, const Site& site, Int row, Int column = 0) {
@@ -85,7 +85,7 @@ struct Extremes {
     Int low, high, low_document;
 };
 TW_DEVICE const Int* summary_of(const abi::MaskArray& a, const Site& site, Int blocks, int numbers) {
-    return a.summary + (site.b * a.plane_batch + site.h / a.queries_per_head * a.plane_head) * blocks * numbers;
+    return a.summary + (site.b * a.plane_batch + quotient(site.h, a.queries_per_head) * a.plane_head) * blocks * numbers;
 }
 TW_DEVICE Extremes extremes(const abi::MaskArray& a, const Site& site, Int begin, Int end) {
     const Int* const blocks = summary_of(a, site, ceil_div(a.rows, kSummary), kSummaryNumbers);
@@ -217,17 +217,17 @@ TW_DEVICE int tree_class(const abi::MaskArray& bits, const Site& site, Int n, In
 // map[i / bq, j / bkv] says all about its block.
 template <int kDType>
 TW_DEVICE bool blocks_visible(const abi::MaskArray& map, const Site& site, Int bq, Int bkv, Int i, Int j) {
-    const Int row = i / bq, column = j / bkv;
+    const Int row = quotient(i, bq), column = quotient(j, bkv);
     return row < map.rows && column < map.columns && element<kDType>(map, site, row, column) != 0;
 }
 template <int kDType>
 TW_DEVICE int blocks_class(const abi::MaskArray& map, const Site& site, Int bq, Int bkv, Int i0, Int i1, Int j0,
                            Int j1) {
     const Int row1 = ceil_div(i1, bq), column1 = ceil_div(j1, bkv);
-    if ((row1 - i0 / bq) * (column1 - j0 / bkv) > 256) return kPartial;  // reading the map would cost more than the tile
+    if ((row1 - quotient(i0, bq)) * (column1 - quotient(j0, bkv)) > 256) return kPartial;  // reading the map would cost more than the tile
     bool set = false, clear = row1 > map.rows || column1 > map.columns;
-    for (Int row = i0 / bq; row < minimum(row1, map.rows); ++row) {
-        for (Int column = j0 / bkv; column < minimum(column1, map.columns); ++column) {
+    for (Int row = quotient(i0, bq); row < minimum(row1, map.rows); ++row) {
+        for (Int column = quotient(j0, bkv); column < minimum(column1, map.columns); ++column) {
             (element<kDType>(map, site, row, column) != 0 ? set : clear) = true;
         }
     }

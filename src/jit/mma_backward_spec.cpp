@@ -68,7 +68,9 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
         spec.blocks = limit > 200 * 1024 ? 3 : 1;
     } else if (dims <= 128) {
         spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
-        if (limit == 163 * 1024) spec.keys = 128, spec.warps = 8, spec.blocks = 1;
+        // More keys share what is read of a tile of queries; in short causal masks too much of them would be hidden.
+        const bool short_causal = p.window_right == 0 && p.max_seqlen_kv <= 1024 && limit > 200 * 1024;
+        if (limit >= 163 * 1024 && !short_causal) spec.keys = 128, spec.warps = 8, spec.blocks = 1;
     } else {
         spec.queries = 64, spec.keys = 64, spec.warps = 8, spec.blocks = 1;
     }
@@ -88,7 +90,8 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     // Parts of a warp as square as its product allows: they read the fewest operands.
     spec.warps_q = tuned("kWarpsQ", spec.queries >= 128 && spec.warps >= 8 ? 4 : 2);
     spec.warps_keys = tuned("kWarpsKeys", std::min(spec.keys / 32, spec.warps));
-    spec.warps_queries = tuned("kWarpsQueries", spec.queries >= 128 && spec.warps >= 8 ? 4 : 2);
+    spec.warps_queries =
+        tuned("kWarpsQueries", spec.warps >= 8 && (spec.queries >= 128 || (dims > 128 && spec.queries >= 64)) ? 4 : 2);
     if (spec.warps / spec.warps_q > spec.keys / 16) spec.warps_q = spec.warps / (spec.keys / 16);
     // No further than the right fragments of one step.
     const int steps = std::min(

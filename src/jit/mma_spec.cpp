@@ -108,7 +108,6 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
     spec.warps = tuned("kWarps", spec.warps), spec.m_tiles = tuned("kMTiles", spec.m_tiles);
     spec.keys = tuned("kTileKV", spec.keys), spec.blocks = tuned("kBlocks", spec.blocks);
     spec.q_in_registers = tuned("kQInRegisters", spec.q_in_registers) != 0;
-    spec.read_ahead = tuned("kReadAhead", spec.m_tiles == 1 && arch.number() >= 80 ? 3 : 1);
 
     // Few queries: the heads that share keys stand side by side in one tile, and a tile has no more rows than needed.
     const int64_t group = p.group();
@@ -122,6 +121,9 @@ std::optional<MmaForwardSpec> mma_forward_spec(const Problem& p, const MaskProgr
     while (spec.shared_bytes() > limit && spec.keys > 16) spec.keys /= 2;
     while (spec.shared_bytes() > limit && spec.m_tiles > 1) spec.m_tiles /= 2;
     while (spec.shared_bytes() > limit && spec.warps > 1) spec.warps /= 2;
+    spec.read_ahead = spec.m_tiles == 1 && arch.number() >= 80 ? 3 : 2;
+    if (arch.major == 10 && spec.m_tiles == 2 && dims > 64) spec.read_ahead = 0;  // ptxas spills
+    spec.read_ahead = std::min(tuned("kReadAhead", spec.read_ahead), spec.keys / 16);
     if (spec.shared_bytes() > limit)
         return no("head dims " + std::to_string(p.head_dim_qk) + " and " + std::to_string(p.head_dim_v) + " need " +
                   std::to_string(spec.shared_bytes()) + " bytes of shared memory; " + arch.name() + " has " +
