@@ -69,7 +69,7 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     } else if (dims <= 128) {
         spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
         // More keys share what is read of a tile of queries; in short causal masks too much of them would be hidden.
-        const bool short_causal = p.window_right == 0 && p.max_seqlen_kv <= 1024 && limit > 200 * 1024;
+        const bool short_causal = mask.window_right == 0 && p.max_seqlen_kv <= 2048 && limit > 200 * 1024;
         if (limit >= 163 * 1024 && !short_causal) spec.keys = 128, spec.warps = 8, spec.blocks = 1;
     } else {
         spec.queries = 64, spec.keys = 64, spec.warps = 8, spec.blocks = 1;
