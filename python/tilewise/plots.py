@@ -89,7 +89,7 @@ def demo_picture(report: dict[str, Any], path: Path) -> Path:
     figure.suptitle(report["settings"]["title"], fontsize=12, x=0.01, ha="left")
     figure.text(
         0.01, 0.005, f"{about['device']}, {about['threads']} threads, torch {about['torch']}, "
-        f"tilewise {about['tilewise']} {about['commit'] or ''}, {about['date'][:10]}", fontsize=8, color="#555555",
+        f"tilewise {about['tilewise']} {(about['commit'] or '')[:12]}, {about['date'][:10]}", fontsize=8, color="#555555",
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0.02, 1, 0.98))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def gpu_bench_picture(report: dict[str, Any], path: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(handles.values(), [TITLES[name] for name in handles], loc="upper right", ncols=len(handles) or 1,
                   frameon=False, fontsize=9)  # fmt: skip
-    figure.text(0.01, 0.995, f"{report['gpu']}, torch {report['torch']}, {report['commit'] or ''} {report['date'][:10]}",
+    figure.text(0.01, 0.995, f"{report['gpu']}, torch {report['torch']}, {(report['commit'] or '')[:12]} {report['date'][:10]}",
                 fontsize=9, color="#555555", va="top")  # fmt: skip
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / (3.2 * height)))
     path.parent.mkdir(parents=True, exist_ok=True)
