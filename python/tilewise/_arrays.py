@@ -60,24 +60,26 @@ class CupyDevice:
         return f"cuda:{self.index}"
 
 
-_tensor_type: type | tuple[()] = ()  # torch.Tensor once torch is there
-_cupy_type: type | tuple[()] = ()  # cupy.ndarray once CuPy is there
+# torch.Tensor once torch is there, cupy.ndarray once CuPy is. Compared with None: torch.compile, which may trace the first
+# call, does not take the truth of a class.
+_tensor_type: type | None = None
+_cupy_type: type | None = None
 
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor, without importing torch."""
     global _tensor_type
-    if not _tensor_type:
-        _tensor_type = getattr(sys.modules.get("torch"), "Tensor", ())
-    return isinstance(value, _tensor_type)
+    if _tensor_type is None:
+        _tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
+    return _tensor_type is not None and isinstance(value, _tensor_type)
 
 
 def is_cupy(value: object) -> bool:
     """Whether `value` is a CuPy array, without importing CuPy."""
     global _cupy_type
-    if not _cupy_type:
-        _cupy_type = getattr(sys.modules.get("cupy"), "ndarray", ())
-    return isinstance(value, _cupy_type)
+    if _cupy_type is None:
+        _cupy_type = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return _cupy_type is not None and isinstance(value, _cupy_type)
 
 
 def is_array(value: object) -> bool:

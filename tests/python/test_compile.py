@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import tilewise
@@ -233,3 +236,14 @@ def test_second_derivatives_are_refused():
     (dq,) = torch.autograd.grad(o.square().sum(), args[0], create_graph=True)
     with pytest.raises(tilewise.UnsupportedError, match="second-derivatives"):
         dq.sum().backward()
+
+
+def test_first_call_of_a_process_may_be_compiled() -> None:
+    """What the library finds out in its first call must not stop the compiler that traces it."""
+    program = (
+        "import torch, tilewise as tw\n"
+        "q = torch.randn(1, 2, 5, 8)\n"
+        "f = torch.compile(lambda q: tw.attention(q, q, q), fullgraph=True, backend='eager')\n"
+        "assert torch.equal(f(q), tw.attention(q, q, q)) and f(q).shape == q.shape\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -23,7 +23,7 @@ SHAPES = ((2, 9, 4, 8), (2, 11, 2, 8), (2, 11, 2, 6))
 @pytest.fixture
 def cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(_arrays, "_cupy_type", ())
+    monkeypatch.setattr(_arrays, "_cupy_type", None)
     state = {"device": 0, "streams": {0: 0, 1: 0}, "capturing": False, "waits": 0}
     for name, value in state.items():
         monkeypatch.setattr(cupy_stand_in.state, name, value)
