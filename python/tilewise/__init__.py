@@ -9,6 +9,8 @@ top; `masks` and `score_mod` say who sees whom and how scores change; `reference
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 try:
     from . import _ext
 except ImportError as error:  # say what to do, before the linker's own line
@@ -43,6 +45,9 @@ from ._errors import (
 )
 from ._plan import Plan, explain, plan, supports
 
+if TYPE_CHECKING:
+    from .sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+
 __version__ = _ext.version()
 
 
@@ -55,6 +60,15 @@ def num_threads() -> int:
 def set_num_threads(count: int) -> None:
     """Limits the CPU backend to `count` threads; 0 = follow the OpenMP run time again. Results do not depend on it."""
     _ext.set_num_threads(count)
+
+
+def __getattr__(name: str) -> object:
+    """What needs torch, imported when it is asked for."""
+    if name == "scaled_dot_product_attention":
+        from . import sdpa
+
+        return sdpa.scaled_dot_product_attention
+    raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
 
 
 __all__ = [
