@@ -76,6 +76,11 @@ struct Params {
     GradientArrays gradients;
 };
 
+template <int kValue>
+struct Number {
+    static constexpr int value = kValue;
+};
+
 template <int kRows, int kColumns>
 TW_DEVICE void fill(float (&x)[kRows][kColumns][4], const float value) {
 #pragma unroll
@@ -129,17 +134,17 @@ TW_DEVICE void multiply_scores(Scores& s, const Tile<kTileQ, kDims>& left, const
 }
 
 // x += left right, or (kTransposed) left^T right: kDepth rows of right, and of its columns every kSharers-th pair of
-// fragments from number `column` on.
-template <bool kTransposed, int kSharers, int kDims, int kDepth, int kRows>
-TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4], const TileOfScores& left, int row,
+// fragments from number `column` on, kFirst of them left out.
+template <bool kTransposed, int kSharers, int kFirst = 0, int kDims, int kDepth, int kRows, int kFragments>
+TW_DEVICE void multiply_columns(float (&x)[kRows][kFragments][4], const TileOfScores& left, int row,
                                 const Tile<kDepth, kDims>& right, int column) {
-    constexpr int kColumnPairs = kPairs<kDims, kSharers>, kProducts = kDepth / 16 * kColumnPairs, kRing = kReadAhead + 1;
+    constexpr int kColumnPairs = kFragments / 2, kProducts = kDepth / 16 * kColumnPairs, kRing = kReadAhead + 1;
     Word a[2][kRows][4], b[kRing][4];
     using Left = Matrices<TileOfScores>;
     const Left rows = kTransposed ? Left::by_columns(left, 0, row) : Left::by_rows(left, row, 0);
     const auto columns = Matrices<Tile<kDepth, kDims>>::by_rows(right, 0, column * 16);
     static_assert((kSharers & (kSharers - 1)) == 0, "columns are added to bits that no warp's first column has");
-    const auto has = [&](int n) { return kDims / 16 % kSharers == 0 || column + n * kSharers < kDims / 16; };
+    const auto has = [&](int n) { return kDims / 16 % kSharers == 0 || column + (kFirst + n) * kSharers < kDims / 16; };
     const auto read = [&](int g) {
         const int depth = g / kColumnPairs, n = g % kColumnPairs;
         if (n == 0) {
@@ -149,7 +154,7 @@ TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4
                 else rows.load(a[depth % 2][m], m * 16, depth * 16);
             }
         }
-        if (has(n)) columns.load_transposed(b[g % kRing], depth * 16, n * kSharers * 16);
+        if (has(n)) columns.load_transposed(b[g % kRing], depth * 16, (kFirst + n) * kSharers * 16);
     };
 #pragma unroll
     for (int g = 0; g < kReadAhead && g < kProducts; ++g) read(g);
@@ -169,7 +174,10 @@ TW_DEVICE void multiply_columns(float (&x)[kRows][2 * kPairs<kDims, kSharers>][4
 
 using GradientK = float[kOwnFragments][2 * kPairs<kDimsQK, kWarpsColumns>][4];
 using GradientV = float[kOwnFragments][2 * kPairs<kDimsV, kWarpsColumns>][4];
-using GradientQ = float[kQueryFragments][2 * kPairs<kDimsQK, kWarpsQueryColumns>][4];
+// dQ in two halves where there are registers for one.
+constexpr int kQueryPairs = kPairs<kDimsQK, kWarpsQueryColumns>;
+constexpr int kQueryParts = kQueryFragments * kQueryPairs * 8 > 32 && kDimsQK > 128 && kQueryPairs % 2 == 0 ? 2 : 1;
+using GradientQ = float[kQueryFragments][2 * kQueryPairs / kQueryParts][4];
 
 // The keys and the pair of columns where this warp's part of dK and dV starts; the same of dQ.
 TW_DEVICE int own_key() { return warp_id() % kWarpsKeys * (kOwnFragments * 16); }
@@ -597,20 +605,25 @@ TW_KERNEL(bwd_mma, Params, params) {
             }
             multiply_columns<true, kWarpsColumns>(dk, shared.ds, own_key(), shared.q[stage], own_pair());
             if (call.dq.data) {
-                GradientQ dq;
-                fill(dq, 0);
-                multiply_columns<false, kWarpsQueryColumns>(dq, shared.ds, query_row(), shared.k, query_pair());
                 const Int number = tile.h * call.q_tiles + tile.i0 / kTileQ;
                 float* const sums = block.dq_sums + number * (kTileQ * kDimsQK);
+                const auto add_part = [&](auto part) {
+                    constexpr int kFirst = decltype(part)::value * kQueryPairs / kQueryParts;
+                    GradientQ dq;
+                    fill(dq, 0);
+                    multiply_columns<false, kWarpsQueryColumns, kFirst>(dq, shared.ds, query_row(), shared.k, query_pair());
 #pragma unroll
-                for (int m = 0; m < kQueryFragments; ++m) {
+                    for (int m = 0; m < kQueryFragments; ++m) {
 #pragma unroll
-                    for (int f = 0; f < 2 * kPairs<kDimsQK, kWarpsQueryColumns>; ++f) {
-                        const int pair = query_pair() + f / 2 * kWarpsQueryColumns;
-                        if (kDimsQK / 16 % kWarpsQueryColumns != 0 && pair >= kDimsQK / 16) break;
-                        add_fragment(sums + ((query_row() / 16 + m) * (kDimsQK / 8) + pair * 2 + f % 2) * 128, dq[m][f]);
+                        for (int f = 0; f < 2 * kQueryPairs / kQueryParts; ++f) {
+                            const int pair = query_pair() + (kFirst + f / 2) * kWarpsQueryColumns;
+                            if (kDimsQK / 16 % kWarpsQueryColumns != 0 && pair >= kDimsQK / 16) break;
+                            add_fragment(sums + ((query_row() / 16 + m) * (kDimsQK / 8) + pair * 2 + f % 2) * 128, dq[m][f]);
+                        }
                     }
-                }
+                };
+                add_part(Number<0>{});
+                if constexpr (kQueryParts == 2) add_part(Number<1>{});
             }
             if (careful) {
                 __syncthreads();

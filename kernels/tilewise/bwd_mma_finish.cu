@@ -7,7 +7,7 @@
 
 namespace tilewise {
 
-constexpr int kThreads = 256, kBlocks = 4;
+constexpr int kThreads = 256, kBlocks = 3;
 
 struct __align__(16) Halves {
     unsigned short of[8];

@@ -37,15 +37,18 @@ std::vector<jit::Source> forward_mma(const Problem& p, const Arch& arch, std::st
     const jit::MaskProgram mask = jit::render_mask(p);
     const auto spec = jit::mma_forward_spec(p, mask, arch, &why_not);
     if (!spec) return {};
-    // The layouts that small and large GPUs of the arch choose.
-    std::vector<jit::Source> sources{jit::plain_source("combine.cu")};
+    // As it is for long sequences of many heads, and as small and large GPUs of the arch lay this one out.
+    std::vector<jit::MmaForwardSpec> layouts{*spec};
+    for (const int num_sms : {16, 28, 48, 84, 132, 188})
+        layouts.push_back(jit::mma_forward_layout(p, *spec, num_sms, jit::shared_limit(arch)).spec);
+    std::vector<jit::Source> sources;
     std::set<std::string> known;
-    for (const int num_sms : {16, 28, 48, 84, 132, 188}) {
-        const jit::MmaForwardSpec laid_out = jit::mma_forward_layout(p, *spec, num_sms, jit::shared_limit(arch)).spec;
-        const jit::Constants constants = laid_out.constants();
-        if (known.insert(jit::text_of(laid_out, constants)).second)
-            sources.insert(sources.begin(), jit::attention_source("fwd_mma.cu", laid_out, constants, p, mask));
+    for (const jit::MmaForwardSpec& layout : layouts) {
+        const jit::Constants constants = layout.constants();
+        if (known.insert(jit::text_of(layout, constants)).second)
+            sources.push_back(jit::attention_source("fwd_mma.cu", layout, constants, p, mask));
     }
+    sources.push_back(jit::plain_source("combine.cu"));
     return sources;
 }
 

@@ -158,8 +158,8 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     fixed.rows = memory.rows, fixed.dq_sums = memory.dq_sums, fixed.turns = memory.turns;
     fixed.q_tiles = call.q_tiles();
     fixed.columns = spec.dims_qk;
-    // With few heads, the first waves take the tiles that are seen by most queries from all of them, and those whose turns
-    // come first; with many, or where all are seen by all, blocks side by side read the same queries.
+    // With few heads, the first waves take the tiles that are seen by most queries from all of them, and those whose
+    // turns come first; with many, or where all are seen by all, blocks side by side read the same queries.
     constexpr int64_t kFew = 32;
     const jit::MaskProgram& mask = program->mask;
     const bool all_seen = mask.bands && mask.window_left < 0 && mask.window_right < 0 && mask.numbers.empty();
