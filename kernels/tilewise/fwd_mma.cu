@@ -55,8 +55,8 @@ struct Shared {
     TileSource<kDimsQK> k_source;
     TileSource<kColumns> v_source;
     ThreadConstants threads[kThreads];
-    TokenIds query_ids, key_ids;                                        // documents
-    DocumentId ids[kDocuments ? kWarps : 1][kDocuments ? kTileKV : 1];  // of the keys of a tile
+    TokenIds key_documents;  // where those of key_ids come from
+    DocumentId query_ids[kDocuments ? kTileQ : 1], key_ids[2][kDocuments ? kTileKV : 1];
     float elements[kRolled ? kElements : 1][kThreads];  // of each thread, where scores are finished one by one
 };
 static_assert(sizeof(Shared) <= kSharedBytes, "the host asks for kSharedBytes");
@@ -210,7 +210,7 @@ struct Block {  // what one block works on
 };
 
 // Scores of the formula, from products: all of them if the rows see every key of the tile, else -inf where they do not.
-TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& block, Shared& shared, Int j0,
+TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& block, Shared& shared, int stage, Int j0,
                              int tile_class) {
     const Site& site = block.site;
     constexpr bool kByElement = kBias || kScoreMod;  // each score takes more than a few instructions
@@ -263,19 +263,14 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
             const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
 #pragma unroll
             for (int c = 0; c < 2; ++c) seen[r][c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
-            if constexpr (kDocuments) document[r] = query_document(shared.query_ids, i);
+            if constexpr (kDocuments) document[r] = shared.query_ids[row_of(r)];
         }
         if constexpr (kDocuments) {
-            DocumentId* const ids = shared.ids[warp_id()];
-            __syncwarp();
-#pragma unroll
-            for (int n = lane_id(); n < kTileKV; n += 32) ids[n] = key_document(shared.key_ids, minimum(j0 + n, site.kv_len - 1));
-            __syncwarp();
 #pragma unroll 2
             for (int n = 0; n < kTileKV / 8; ++n) {
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    const DocumentId id = ids[column_of(n, c)];
+                    const DocumentId id = shared.key_ids[stage][column_of(n, c)];
 #pragma unroll
                     for (int r = 0; r < kRowsPerThread; ++r) {
                         if (id != document[r] || id < 0) seen[r][c] &= ~(1u << n);
@@ -513,9 +508,12 @@ TW_KERNEL(fwd_mma, Params, params) {
                                    v.my_offset<Tile<kTileKV, kColumns>>()};
     if (threadIdx.x == 0) {
         shared.k_source = k, shared.v_source = v;
-        if (kDocuments) {
-            shared.query_ids = query_documents(params.mask, site), shared.key_ids = key_documents(params.mask, site);
-        }
+        if (kDocuments) shared.key_documents = key_documents(params.mask, site);
+    }
+    if constexpr (kDocuments) {
+        const TokenIds ids = query_documents(params.mask, site);
+        for (int r = static_cast<int>(threadIdx.x); r < kTileQ; r += kThreads)
+            shared.query_ids[r] = query_document(ids, minimum(block.query(r), site.q_len - 1));
     }
     // Number n of the tiles at hand.
     const auto start_of = [&](int n) { return kBands ? shared.warps[warp_id()].first + n * kTileKV : shared.list[n] & ~3; };
@@ -527,8 +525,21 @@ TW_KERNEL(fwd_mma, Params, params) {
         if (j0 >= keys.full_begin && j0 + kTileKV <= keys.full_end) return static_cast<int>(kFull);
         return static_cast<int>(j0 + kTileKV <= keys.begin || j0 >= keys.end ? kSkip : kPartial);
     };
+    const auto copy_key_ids = [&](int n, int start) {
+        const TokenIds from = shared.key_documents;
+        for (int j = static_cast<int>(threadIdx.x); j < kTileKV; j += kThreads) {
+            DocumentId& to = shared.key_ids[n % 2][j];
+            const Int key = minimum(start + j, site.kv_len - 1);
+            if constexpr (kKeyDocumentsAsRead) {
+                copy_number_async(&to, static_cast<const DocumentId*>(from.data) + from.first + key * from.stride);
+            } else {
+                to = key_document(from, key);
+            }
+        }
+    };
     const auto copy_k_and_v = [&](int n, const WarpConstants& now, const ThreadConstants& mine) {
         const int start = kBands ? now.first + n * kTileKV : start_of(n);
+        if constexpr (kDocuments) copy_key_ids(n, start);
         if (start + kTileKV <= now.whole_end) {
             copy_whole_tile<kDimsQK>(shared.k[n % 2], mine.k_offset, mine.k + start * p.k.row, p.k.row);
             commit_copies();
@@ -578,7 +589,7 @@ TW_KERNEL(fwd_mma, Params, params) {
             }
             Scores s;
             multiply_scores(s, queries, shared, n % 2);
-            if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, start_of(n), tile_class);
+            if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, n % 2, start_of(n), tile_class);
             softmax.raise_reference(s, o);
             await_v();
             if constexpr (kDropout) {

@@ -46,6 +46,10 @@ TW_DEVICE void load_matrices(Word (&to)[4], SharedAddress row) { tw_ldmatrix<4>(
 TW_DEVICE void load_matrices_transposed(Word (&to)[4], SharedAddress row) { tw_ldmatrix<4, true>(to, row); }
 TW_DEVICE void copy_async(Half* to, const Half* from) { tw_cp_async<16>(to, from); }
 TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) { tw_cp_async<16>(to, from, bytes); }
+template <class T>
+TW_DEVICE void copy_number_async(T* to, const T* from) {
+    tw_cp_async<sizeof(T)>(to, from);
+}
 TW_DEVICE void commit_copies() {}
 template <int kLeft>
 TW_DEVICE void wait_for_copies() {}
@@ -139,6 +143,14 @@ TW_DEVICE void copy_async(Half* to, const Half* from, int bytes) {
         for (int n = 0; n < 8; ++n) halves[n] = 2 * n < bytes ? from[n] : Half(0);
     }
     *reinterpret_cast<Chunk*>(to) = chunk;
+#endif
+}
+template <class T>
+TW_DEVICE void copy_number_async(T* to, const T* from) {  // 4 or 8 bytes
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(sizeof(T)) : "memory");
+#else
+    *to = *from;
 #endif
 }
 TW_DEVICE void commit_copies() {

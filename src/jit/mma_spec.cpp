@@ -56,7 +56,7 @@ int64_t MmaForwardSpec::shared_bytes() const {  // of struct Shared
     int64_t bytes = 2 * rows() * tile_pitch(std::max(dims_qk, columns));
     bytes += 2 * 2 * keys * (tile_pitch(dims_qk) + tile_pitch(columns));
     bytes += round_up(bands ? 8 : warps * 32 * 4 + 4 * warps, 16) + 32 * warps + 80 + 32 * 32 * warps;
-    bytes += 48 + (documents ? int64_t{8} * warps * keys : 8);
+    bytes += 24 + int64_t{8} * (documents ? rows() + 2 * keys : 3);
     bytes += rolled ? int64_t{4} * rows() * keys : int64_t{4} * warps * 32;
     return round_up(bytes, 128);
 }

@@ -76,7 +76,10 @@ public:
                           u32 = std::to_string(static_cast<int>(core::DType::u32));
         const bool narrow = std::none_of(documents_.begin(), documents_.end(),
                                          [&](const std::string& dtype) { return dtype == wide || dtype == u32; });
+        const std::string as_read = narrow ? std::to_string(static_cast<int>(core::DType::i32)) : wide;
         text += std::string("using DocumentId = ") + (narrow ? "int" : "Int") + ";\n";
+        text += std::string("constexpr bool kKeyDocumentsAsRead = ") +
+                (out_.documents && documents_[1] == as_read ? "true" : "false") + ";\n";
         const std::array<const char*, 2> sides = {"query", "key"}, tokens = {"site.q_token", "site.kv_token"};
         for (size_t side = 0; side < 2; ++side) {
             const std::string ids =
