@@ -35,6 +35,8 @@ constexpr int kPairs = (kDims / 16 + kSharers - 1) / kSharers;
 static_assert(kReadAhead <= kKeyFragments / 2, "left fragments are read one step ahead");
 static_assert(kRowFragments > 0 && kKeyFragments > 0 && kKeyFragments % 2 == 0 && kOwnFragments > 0 && kQueryFragments > 0);
 
+constexpr bool kRanges = kBands || kDocuments;  // what a row sees is a range of keys, of which documents leave some out
+
 // dS = P dP' takes P as it lies in shared memory, rounded as in P^T dO, unless it needs what is not there: registers are
 // for dK, dV and reading ahead.
 constexpr bool kReloads = !kDropout && !kSoftcap && !kScoreMod;
@@ -63,7 +65,8 @@ struct Shared {
     TileOfScores p, ds;
     BlockConstants block;
     float rows[2][kTileQ][2];         // lse in powers of two, D
-    int seen[kBands ? kTileQ : 2][2];  // keys of the block that a row sees: the first one, and behind the last one
+    int seen[kRanges ? kTileQ : 2][2];  // keys of the block that a row sees: the first one, and behind the last one
+    DocumentId query_ids[kDocuments ? kTileQ : 2], key_ids[kDocuments ? kTileKV : 2];  // of those, only in its document
     int list[kBands ? 4 : kThreads];  // where tiles to work on start, and their class in the low two bits
     int warp_counts[kBands ? 4 : kWarps];
     float elements[kRolled ? kElements : 1][kRolled ? kThreads : 4];  // of each thread, where scores are finished one by one
@@ -280,6 +283,16 @@ TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits
             // Bit n says whether the row sees column 8 n + c of those that this thread has.
 #pragma unroll
             for (int c = 0; c < 2; ++c) seen[c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
+            if constexpr (kDocuments) {
+                const DocumentId id = shared.query_ids[row_of(r)];
+#pragma unroll
+                for (int n = 0; n < kKeyFragments; ++n) {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        if (id < 0 || id != shared.key_ids[column_of(n, c)]) seen[c] &= ~(1u << n);
+                    }
+                }
+            }
         }
         // Distances are small differences of large positions: taken as integers first.
         const float ahead = kSlopes ? static_cast<float>(tile.i0 + row_of(r) + site.q_offset - j0) : 0.0f;
@@ -524,14 +537,23 @@ TW_KERNEL(bwd_mma, Params, params) {
         for (int n = 0; n < count; ++n) {
             const int stage = n % 2;
             const bool more = n + 1 < count;
-            if (kBands && tile.tile_class != kFull) {
+            if (kRanges && tile.tile_class != kFull) {
+                Site site = block.site;
+                site.h += tile.h;
+                const TokenIds query_ids = query_documents(params.mask, site), key_ids = key_documents(params.mask, site);
 #pragma unroll 1
                 for (int r = threadIdx.x; r < kTileQ; r += kThreads) {
                     const Int i = tile.i0 + r;
                     Range keys{0, 0};
-                    if (i < block.site.q_len) keys = key_hull(p, params.mask, block.site, i, i + 1);
+                    if (i < site.q_len) keys = key_hull(p, params.mask, site, i, i + 1);
                     shared.seen[r][0] = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV));
                     shared.seen[r][1] = static_cast<int>(clamp(keys.end - j0, 0, kTileKV));
+                    if constexpr (kDocuments) shared.query_ids[r] = query_document(query_ids, minimum(i, site.q_len - 1));
+                }
+                if constexpr (kDocuments) {
+#pragma unroll 1
+                    for (int c = threadIdx.x; c < kTileKV; c += kThreads)
+                        shared.key_ids[c] = key_document(key_ids, minimum(j0 + c, site.kv_len - 1));
                 }
             }
             // Of this tile all is there, or with one stage all but dO; the tile before has been read.
@@ -560,7 +582,7 @@ TW_KERNEL(bwd_mma, Params, params) {
                 exponentiate_elements(s, score, keep, shared, stage, tile, j0);
             } else if (!partial) {
                 exponentiate<false>(s, score, keep, shared, lse, tile, j0);
-            } else if constexpr (kBands) {
+            } else if constexpr (kRanges) {
                 exponentiate<true>(s, score, keep, shared, lse, tile, j0);
             } else {
                 exponentiate_elements(s, score, keep, shared, stage, tile, j0);

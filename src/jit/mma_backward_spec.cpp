@@ -10,21 +10,32 @@ using core::DType;
 using core::Problem;
 
 Constants MmaBackwardSpec::constants() const {
-    return {{"kThreads", warps * 32},   {"kWarps", warps},
-            {"kTileQ", queries},        {"kTileKV", keys},
-            {"kBlocks", blocks},        {"kDimsQK", dims_qk},
-            {"kDimsV", dims_v},         {"kWarpsQ", warps_q},
-            {"kWarpsKeys", warps_keys}, {"kWarpsQueries", warps_queries},
-            {"kStages", stages},        {"kReadAhead", read_ahead},
-            {"kBands", bands},          {"kWindow", window},
-            {"kAligned", aligned},      {"kDeterministic", deterministic},
-            {"kRolled", rolled},        {"kSharedBytes", static_cast<int>(shared_bytes())}};
+    return {{"kThreads", warps * 32},
+            {"kWarps", warps},
+            {"kTileQ", queries},
+            {"kTileKV", keys},
+            {"kBlocks", blocks},
+            {"kDimsQK", dims_qk},
+            {"kDimsV", dims_v},
+            {"kWarpsQ", warps_q},
+            {"kWarpsKeys", warps_keys},
+            {"kWarpsQueries", warps_queries},
+            {"kStages", stages},
+            {"kReadAhead", read_ahead},
+            {"kBands", bands},
+            {"kWindow", window},
+            {"kDocuments", documents},
+            {"kAligned", aligned},
+            {"kDeterministic", deterministic},
+            {"kRolled", rolled},
+            {"kSharedBytes", static_cast<int>(shared_bytes())}};
 }
 
 int64_t MmaBackwardSpec::shared_bytes() const {  // of struct Shared
     const int64_t qk = tile_pitch(dims_qk), v = tile_pitch(dims_v);
     int64_t bytes = 2 * (keys * (qk + v) + queries * (2 * qk + stages * v) + 2 * queries * (keys + 8));
-    bytes += 160 + 16 * queries + (bands ? 32 + 8 * queries : 16 + warps * 32 * 4 + 4 * warps);
+    bytes += 160 + 16 * queries + (bands ? 32 : 16 + warps * 32 * 4 + 4 * warps);
+    bytes += (bands || documents ? 8 * queries : 16) + (documents ? 8 * (queries + keys) : 32);
     bytes += rolled ? int64_t{4} * queries * keys : 16;
     return round_up(bytes, 128);
 }
@@ -53,11 +64,11 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
     static_cast<OptionSpec&>(spec) = OptionSpec(p);
     spec.dims_qk = round_up(std::max<int64_t>(p.head_dim_qk, 1), 16);
     spec.dims_v = round_up(std::max<int64_t>(p.head_dim_v, 1), 16);
-    spec.bands = mask.bands;
+    spec.bands = mask.bands, spec.documents = mask.documents;
     spec.window = mask.bands && mask.numbers.empty();  // chunks have numbers
     spec.aligned = takes_16_bytes(p.q) && takes_16_bytes(p.k) && takes_16_bytes(p.v);
     spec.deterministic = p.deterministic;
-    spec.rolled = spec.bias || spec.score_mod || !spec.bands;
+    spec.rolled = spec.bias || spec.score_mod || !(spec.bands || spec.documents);
 
     const int dims = std::max(spec.dims_qk, spec.dims_v);
     const int64_t limit = shared_limit(arch);

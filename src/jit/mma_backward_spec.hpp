@@ -15,7 +15,7 @@ struct MmaBackwardSpec : OptionSpec {
     int warps_q = 2, warps_keys = 2, warps_queries = 2;  // that share the rows of S, of dK and dV, of dQ
     int stages = 1;                                      // of dO
     int read_ahead = 1;                                  // products between reading a fragment and its use
-    bool bands = false, window = false, aligned = false, deterministic = false;
+    bool bands = false, documents = false, window = false, aligned = false, deterministic = false;
     bool rolled = false;  // some scores are finished one by one
 
     [[nodiscard]] Constants constants() const;
