@@ -79,23 +79,6 @@ struct Params {
     GradientArrays gradients;
 };
 
-template <int kValue>
-struct Number {
-    static constexpr int value = kValue;
-};
-
-template <int kRows, int kColumns>
-TW_DEVICE void fill(float (&x)[kRows][kColumns][4], const float value) {
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) x[m][n][e] = value;
-        }
-    }
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Products
 

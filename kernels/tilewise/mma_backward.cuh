@@ -8,6 +8,23 @@
 
 namespace tilewise {
 
+template <int kValue>
+struct Number {
+    static constexpr int value = kValue;
+};
+
+template <int kRows, int kColumns>
+TW_DEVICE void fill(float (&x)[kRows][kColumns][4], const float value) {
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] = value;
+        }
+    }
+}
+
 // Two numbers of kDTypeQ, 0 in place of those that are not finite: 0 times them would be NaN.
 TW_DEVICE Word only_finite(Word x) {
     constexpr Word kExponent = kDTypeQ == kBF16 ? 0x7f807f80u : 0x7c007c00u, kLast = kDTypeQ == kBF16 ? 0x00800080u : 0x04000400u;
