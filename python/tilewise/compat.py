@@ -3,7 +3,7 @@
 Every model is built from its configuration, with random weights, twice: attn_implementation="eager" and "tilewise". Both
 get the same batches: plain, padded on the right and on the left, packed documents; and both generate, token by token,
 with a growing and with a static cache. Compared are logits, losses, the gradients of all parameters, and the tokens and
-logits of generation.
+logits of generation. `python -m tilewise.compat speed` measures large ones: compat_speed.py.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ TITLES: Final = {
 }  # fmt: skip
 BEGIN: Final = "<!-- begin: python -m tilewise.compat report --markdown -->"
 END: Final = "<!-- end -->"
+SPEED_PARTS: Final = ("train", "generate", "compiled")  # of compat_speed.py
 
 
 # ------------------------------------------------------------------------------------------------- the models
@@ -409,13 +410,17 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def write_markdown(path: Path, results: Sequence[Result]) -> bool:
-    """Replaces what stands between the two markers of a page; whether that changed it."""
+    return write_between(path, BEGIN, markdown(results))
+
+
+def write_between(path: Path, begin: str, inside: str) -> bool:
+    """Replaces what stands between two markers of a page; whether that changed it."""
     text = path.read_text()
-    if text.count(BEGIN) != 1 or END not in text.split(BEGIN)[-1]:
-        refuse("--markdown", f"{path} without the markers", f"a page with one {BEGIN!r} and, after it, {END!r}")
-    before, rest = text.split(BEGIN)
+    if text.count(begin) != 1 or END not in text.split(begin)[-1]:
+        refuse("--markdown", f"{path} without the markers", f"a page with one {begin!r} and, after it, {END!r}")
+    before, rest = text.split(begin)
     after = rest.split(END, 1)[1]
-    new = f"{before}{BEGIN}\n{markdown(results)}\n{END}{after}"
+    new = f"{before}{begin}\n{inside}\n{END}{after}"
     if new != text:
         path.write_text(new)
     return new != text
@@ -462,7 +467,7 @@ def report(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tilewise.compat",
-        description="Small models of real architectures, with attn_implementation='tilewise' against 'eager'.",
+        description="Real architectures with attn_implementation='tilewise': compared with eager attention, and timed.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("report", help="build, compare, print a table; exit status 1 if something differs")
@@ -470,11 +475,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("--dtype", default="float32", choices=sorted(TOLERANCE))
     one.add_argument("--model", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
     one.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the table between the markers of FILE")
+    two = commands.add_parser("speed", help="train, generate, compile whole models; exit status 1 if a result is wrong")
+    two.add_argument("--device", default="", help="cuda (default where torch sees a GPU), cuda:N, cpu (with --tiny)")
+    two.add_argument("--part", action="append", default=[], choices=SPEED_PARTS, help="only this one; may be repeated")
+    two.add_argument("--tiny", action="store_true", help="small models: shows that it works, measures nothing")
+    two.add_argument(
+        "--seconds", type=float, default=80.0, help="time for everything (default 80): fewer rounds, then cases"
+    )
+    two.add_argument("--json", type=Path, metavar="FILE", help="write every time and the facts of the machine")
+    two.add_argument("--markdown", type=Path, metavar="FILE", help="rewrite the table between the markers of FILE")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "speed":
+            from .compat_speed import speed
+
+            return speed(options.part, options.device, options.tiny, options.seconds, options.json, options.markdown)
         return report(options.model, options.device, options.dtype, options.markdown)
     except ImportError as error:
-        print(f"tilewise.compat needs torch and transformers: {error}", file=sys.stderr)
+        print(
+            f"tilewise.compat needs torch and transformers (pip install torch transformers): {error}", file=sys.stderr
+        )
         return 2
     except ValueError as error:
         print(f"python -m tilewise.compat: {error}", file=sys.stderr)
