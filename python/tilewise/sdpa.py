@@ -22,7 +22,6 @@ from typing import Any, Final, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._arrays import is_torch
 from ._attention import attention, attention_backward, attention_forward
 from ._errors import Error, UnsupportedError, message, refuse, refuse_type
 
@@ -34,8 +33,6 @@ _pytorchs: Final = torch.nn.functional.scaled_dot_product_attention
 # runs the forward pass again.
 _CALLERS: Final = (torch.nn.functional.multi_head_attention_forward, torch.Tensor.backward, torch.autograd.grad)
 _DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-is_torch(None)  # finds out now what a tensor is: a compiler that sees it found out would guard against it
 
 try:  # torch.nn.attention.bias: causal masks as objects, whose corner has a name
     from torch.nn.attention.bias import CausalBias, CausalVariant

@@ -1,7 +1,6 @@
 // fwd_mma on the host: which kernel a problem needs, how its keys are split over blocks, and what joins the splits.
 #include "mma.hpp"
 
-#include <algorithm>
 #include <future>
 #include <optional>
 
@@ -20,9 +19,7 @@ using core::Pass;
 using core::Problem;
 using core::Workspace;
 
-using Decision = jit::MmaForwardLayout;
-
-std::optional<Decision> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
+std::optional<jit::MmaForwardLayout> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
     const DeviceInfo& device = device_info(p.device.index);
     const auto spec = jit::mma_forward_spec(p, program.mask, jit::kernel_arch(device.major, device.minor), why_not);
     if (!spec) return std::nullopt;
@@ -43,7 +40,7 @@ std::string supports(const Problem& p, Pass pass) {
     return parameters_fit(p, *program, pass, sizeof(Params));
 }
 
-abi::Split split_of(const Problem& p, const Decision& decision, Arena& arena) {
+abi::Split split_of(const Problem& p, const jit::MmaForwardLayout& decision, Arena& arena) {
     abi::Split split{};
     split.splits = decision.splits, split.keys = decision.keys_per_split;
     if (decision.splits == 1) return split;
@@ -82,7 +79,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     void* const stream = workspace.stream;
     if (p.validate) validate_lengths(p, stream);
     const auto program = program_of(p, Pass::forward);
-    const Decision decision = decide(p, *program).value();
+    const jit::MmaForwardLayout decision = decide(p, *program).value();
     const jit::MmaForwardSpec& spec = decision.spec;
     Arena arena(workspace.data);
     const Call call(p, program->mask, arena, decision.q_tile, spec.keys);

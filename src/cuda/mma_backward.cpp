@@ -161,8 +161,7 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     // With few heads, the first waves take the tiles that are seen by most queries from all of them, and those whose
     // turns come first; with many, or where all are seen by all, blocks side by side read the same queries.
     constexpr int64_t kFew = 32;
-    const jit::MaskProgram& mask = program->mask;
-    const bool all_seen = mask.bands && mask.window_left < 0 && mask.window_right < 0 && mask.numbers.empty();
+    const bool all_seen = spec.window && program->mask.window_left < 0 && program->mask.window_right < 0;
     fixed.spread = !p.packed_kv && p.batch * p.num_heads_kv <= kFew && (!all_seen || p.deterministic);
 
     const auto main = [&]() -> const Function& {
