@@ -14,13 +14,14 @@
 #include "cuda/facts.hpp"
 #include "cuda/mma.hpp"
 #include "cuda/simt.hpp"
+#include "cuda/sm90.hpp"
 #include "jit/nvrtc.hpp"
 
 namespace tilewise::core {
 
 std::span<const Implementation* const> implementations() {
     static constexpr const Implementation* kList[] = {
-        &cuda::kFwdMma, &cuda::kFwdSimt, &cuda::kBwdMma, &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
+        &cuda::kFwdSm90, &cuda::kFwdMma, &cuda::kFwdSimt, &cuda::kBwdMma, &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
     };
     return kList;
 }

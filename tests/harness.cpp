@@ -122,11 +122,13 @@ int64_t Case::uniform(int64_t low, int64_t high) {
 }
 bool Case::chance(double p) { return std::uniform_real_distribution<double>(0, 1)(generator_) < p; }
 
-Buffer& Case::random_float(DType dtype, const std::vector<int64_t>& shape, double spread, bool strided) {
+Buffer& Case::random_float(DType dtype, const std::vector<int64_t>& shape, double spread, bool strided, bool tma) {
     std::vector<int> order = natural_order(shape.size());
-    if (strided && chance(0.5)) std::shuffle(order.begin(), order.end(), generator_);
-    const int64_t gap = strided && chance(0.4) ? uniform(1, 9) : 0;
-    const int64_t step = strided && chance(0.2) ? 2 : 1;
+    // TMA wants the numbers of a row side by side, and rows at multiples of 16 bytes.
+    if (strided && chance(0.5)) std::shuffle(order.begin(), order.end() - (tma ? 1 : 0), generator_);
+    int64_t gap = strided && chance(0.4) ? uniform(1, 9) : 0;
+    const int64_t step = strided && chance(0.2) && !tma ? 2 : 1;
+    if (tma) gap = (shape.back() + gap + 7) / 8 * 8 - shape.back();
     buffers_.emplace_back(dtype, shape, order, gap, step);
     Buffer& buffer = buffers_.back();
     std::normal_distribution<double> normal(0, spread);
@@ -156,15 +158,15 @@ int Case::add_array(const Buffer& buffer) {
 Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     tilewise_problem_init(&raw_);
     const DType dtype = space.dtype;
-    const bool packed_q = chance(0.35);
+    const bool packed_q = chance(0.35) && !space.tma;
     const bool packed_kv = packed_q && chance(0.8);
-    const int64_t batch = chance(0.05) ? 0 : uniform(1, space.large ? 2 : 3);
-    const int64_t heads_kv = chance(0.03) ? 0 : uniform(1, space.large ? 2 : 3);
-    const int64_t heads_q = chance(0.02) ? 0 : heads_kv * uniform(1, chance(0.2) ? 5 : 3);
-    const int64_t dim = chance(0.03) ? 0 : uniform(1, space.max_head_dim);
-    const int64_t dim_v = chance(0.5) ? dim : chance(0.03) ? 0 : uniform(1, space.max_head_dim);
+    const int64_t batch = chance(0.05) && !space.tma ? 0 : uniform(1, space.large ? 2 : 3);
+    const int64_t heads_kv = chance(0.03) && !space.tma ? 0 : uniform(1, space.large ? 2 : 3);
+    const int64_t heads_q = chance(0.02) && !space.tma ? 0 : heads_kv * uniform(1, chance(0.2) ? 5 : 3);
+    const int64_t dim = chance(0.03) && !space.tma ? 0 : uniform(1, space.max_head_dim);
+    const int64_t dim_v = chance(0.5) ? dim : chance(0.03) && !space.tma ? 0 : uniform(1, space.max_head_dim);
     const auto length = [&] {
-        if (chance(0.05)) return int64_t{0};
+        if (chance(0.05) && !space.tma) return int64_t{0};
         if (chance(0.2)) return uniform(1, 3);
         return uniform(1, chance(0.3) ? space.max_seqlen : std::max<int64_t>(space.max_seqlen / 3, 1));
     };
@@ -188,9 +190,9 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         for (const int64_t row : rows) n.push_back(chance(0.3) ? row : uniform(0, row));
         return integers(index, n).view();
     };
-    if (chance(0.15)) raw_.seqused_q = used(rows_q);
-    if (chance(0.25)) raw_.seqused_kv = used(rows_kv);
-    if (chance(0.15)) raw_.leftpad_kv = used(rows_kv);
+    if (chance(0.15) && !space.tma) raw_.seqused_q = used(rows_q);
+    if (chance(0.25) && !space.tma) raw_.seqused_kv = used(rows_kv);
+    if (chance(0.15) && !space.tma) raw_.leftpad_kv = used(rows_kv);
 
     // Tensors
     const double spread = chance(0.1) ? 6 : 1;
@@ -198,7 +200,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         std::vector<int64_t> shape = packed                         ? std::vector<int64_t>{total, heads, d}
                                      : raw_.layout == TILEWISE_BSHD ? std::vector<int64_t>{batch, rows, heads, d}
                                                                     : std::vector<int64_t>{batch, heads, rows, d};
-        return random_float(dtype, shape, spread, true).view();
+        return random_float(dtype, shape, spread, true, space.tma).view();
     };
     raw_.q = tensor(packed_q, seqlen_q, total_q, heads_q, dim);
     raw_.k = tensor(packed_kv, seqlen_kv, total_kv, heads_kv, dim);
@@ -211,7 +213,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     if (chance(0.25)) raw_.window_left = uniform(-1, space.max_seqlen / 2);
     if (chance(0.2)) raw_.window_right = uniform(-1, space.max_seqlen / 2);
     if (chance(0.1)) raw_.chunk = uniform(1, space.max_seqlen / 2 + 1);
-    raw_.q_offset_mode = static_cast<int32_t>(chance(0.5) ? 0 : uniform(0, 3));
+    raw_.q_offset_mode = static_cast<int32_t>(chance(0.5) ? 0 : uniform(0, space.tma ? 2 : 3));
     raw_.q_offset_value = uniform(-40, 80);
     if (raw_.q_offset_mode == TILEWISE_OFFSET_ARRAY) {
         std::vector<int64_t> offsets;
@@ -228,7 +230,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         return rows.empty() ? int64_t{0} : *std::max_element(rows.begin(), rows.end());
     };
     const int64_t max_q = longest(rows_q, seqlen_q, packed_q), max_kv = longest(rows_kv, seqlen_kv, packed_kv);
-    if (chance(0.25)) {
+    if (chance(0.25) && !space.tma) {
         std::vector<int64_t> shape{batch, heads_q, max_q, max_kv};
         for (int64_t& n : shape) {
             if (chance(0.35)) n = 1;
@@ -251,7 +253,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         raw_.dropout_p = std::uniform_real_distribution<double>(0, 0.9)(generator_);
         raw_.seed = static_cast<int64_t>(generator_()), raw_.offset = static_cast<int64_t>(generator_());
     }
-    raw_.batch_invariant = chance(0.3);
+    raw_.batch_invariant = chance(0.3) && !space.tma;
     raw_.deterministic = chance(0.3);
 
     // Arrays of masks have the axes of this problem: the makers below need them.
@@ -280,7 +282,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         return "@" + std::to_string(add_array(buffer));
     };
     const auto leaf = [&]() -> std::string {
-        switch (uniform(0, 9)) {
+        switch (uniform(0, space.tma ? 1 : 9)) {
             case 0: return "window(" + std::to_string(uniform(-1, 40)) + "," + std::to_string(uniform(-1, 40)) + ")";
             case 1: return "chunk(" + std::to_string(uniform(1, 60)) + ")";
             case 2:
@@ -350,11 +352,11 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     if (chance(0.4) && heads_q > 0 && batch > 0) {
         mask_ = leaf();
         if (chance(0.3)) mask_ = "and(" + mask_ + "," + leaf() + ")";
-        if (chance(0.2)) mask_ = "or(" + mask_ + "," + leaf() + ")";
-        if (chance(0.15)) mask_ = "not(" + mask_ + ")";
+        if (chance(0.2) && !space.tma) mask_ = "or(" + mask_ + "," + leaf() + ")";
+        if (chance(0.15) && !space.tma) mask_ = "not(" + mask_ + ")";
         raw_.mask = mask_.c_str();
     }
-    if (chance(0.25) && heads_q > 0 && batch > 0) {
+    if (chance(0.25) && heads_q > 0 && batch > 0 && !space.tma) {
         switch (uniform(0, 4)) {
             case 0: score_mod_ = "add(x,mul(0.05,float(sub(j,i))))"; break;
             case 1: {
@@ -436,7 +438,9 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
 
 namespace {
 
-bool on_gpu(const std::string& implementation) { return implementation == "simt" || implementation == "mma"; }
+bool on_gpu(const std::string& implementation) {
+    return implementation == "simt" || implementation == "mma" || implementation == "sm90";
+}
 
 // Copies of host memory on GPU 0, at addresses that keep every offset.
 class Mirror {
@@ -599,7 +603,9 @@ void Case::run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, 
     if (raw.score_mod) raw.deterministic = 0;  // declined: gradients of captured arrays
     core::Problem p = core::make_problem(raw);
     const auto run = [&](core::Pass pass, const auto& go) {
-        if (backend_ == "mma" && pass == core::Pass::backward && raw.score_mod) p.backend.clear();  // or bwd_simt
+        // Some is left to bwd_simt, and bwd_sm90 there is none.
+        if (pass == core::Pass::backward && (backend_ == "sm90" || (backend_ == "mma" && raw.score_mod)))
+            p.backend.clear();
         const core::Choice choice = core::choose(p, pass);
         if (!choice.implementation) throw core::Error(core::Status::unsupported, choice.refusals.at(0).reason);
         const size_t bytes = choice.implementation->workspace_bytes(p, pass);

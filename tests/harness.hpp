@@ -50,6 +50,7 @@ struct Space {
     int64_t max_seqlen = 150;
     int64_t max_head_dim = 40;
     bool large = false;  // few but long sequences: several tiles and segments of keys
+    bool tma = false;    // what fwd_sm90 takes: rows at multiples of 16 bytes, lengths in numbers, bands
 };
 
 // One random problem with everything it points to.
@@ -88,7 +89,7 @@ private:
                     Results& results);
     int64_t uniform(int64_t low, int64_t high);
     bool chance(double p);
-    Buffer& random_float(DType dtype, const std::vector<int64_t>& shape, double spread, bool strided);
+    Buffer& random_float(DType dtype, const std::vector<int64_t>& shape, double spread, bool strided, bool tma = false);
     Buffer& integers(DType dtype, std::vector<int64_t> values);
     int add_array(const Buffer& buffer);
 };

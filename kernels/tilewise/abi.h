@@ -96,6 +96,25 @@ struct Split {
     Int keys;  // of one split; a multiple of the tile
 };
 
+// TMA's description of a tensor (src/cuda/tensor_map.hpp).
+struct alignas(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// Tiles that blocks take one after another (sm90.cuh).
+struct Queue {
+    void* words;    // [3] of 8 bytes, in the workspace
+    Int signature;  // of this launch; not 0
+};
+
+struct Sm90Forward {
+    Queue queue;
+    Int tiles, q_tiles;   // of all heads and sequences, and of one head
+    Int group;            // query heads of a KV head
+    Int heads_at_once;    // whose keys and values fit into L2 together
+    Int last_first;       // later rows see more
+};
+
 struct Combine {
     Problem problem;
     Split split;

@@ -19,19 +19,13 @@
 
 #include "spec.cuh"
 #include "mma.cuh"
-#include "score.cuh"
-#include "softmax.cuh"
+#include "fragments.cuh"
 
 namespace tilewise {
 
 constexpr int kDepthSteps = kDimsQK / 16, kKeySteps = kTileKV / 16;
 constexpr int kQWidth = kDimsQK > kColumns ? kDimsQK : kColumns;  // its place also holds o, at the end
 constexpr int kElements = kMTiles * kTileKV / 8 * 4;                       // of a thread, of a tile of scores
-
-struct __align__(16) KeyRange {
-    int begin, end;            // keys that some row sees
-    int full_begin, full_end;  // keys that every row sees, if they are in [begin, end)
-};
 
 // Numbers that stay the same for all tiles are in shared memory: compilers would rather compute them again for every tile
 // than keep them in registers, and that takes longer than the exponentials.
@@ -66,10 +60,6 @@ struct Params {
     abi::Split split;
     MaskData mask;
 };
-
-// The rows of this thread: number n of kRowsPerThread is in half n % 2 of fragment n / 2.
-TW_DEVICE int row_of(int n) { return (warp_id() * kMTiles + n / 2) * 16 + n % 2 * 8 + lane_id() / 4; }
-TW_DEVICE int column_of(int n8, int c) { return n8 * 8 + lane_id() % 4 * 2 + c; }  // of score or output fragment n8
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Products
@@ -198,17 +188,6 @@ TW_DEVICE void multiply_output(Output& o, Scores& p, Softmax& softmax, const Sha
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernel
 
-struct Block {  // what one block works on
-    const abi::Problem& p;
-    Int group, h, i0;  // query heads side by side in its rows; the first of them; the first query
-    Site site;
-
-    __device__ __forceinline__ Int query(int row) const { return kPackGQA ? i0 + row / group : i0 + row; }
-    __device__ __forceinline__ Int head(int row) const { return kPackGQA ? h + row % group : h; }
-    __device__ __forceinline__ Int queries() const { return minimum(p.q_tile, site.q_len - i0); }
-    __device__ __forceinline__ int rows() const { return static_cast<int>(queries() * (kPackGQA ? group : 1)); }
-};
-
 // Scores of the formula, from products: all of them if the rows see every key of the tile, else -inf where they do not.
 TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& block, Shared& shared, int stage, Int j0,
                              int tile_class) {
@@ -234,38 +213,15 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
         for (int e = 0; e < kElements; ++e) s[e / (kTileKV / 2)][e / 4 % (kTileKV / 8)][e % 4] = mine[e * kThreads];
         return;
     }
-    if constexpr (!kRaw && !kByElement) {
-#pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) {
-            // Distances are small differences of large positions: taken as integers first.
-            const float ahead = static_cast<float>(block.query(row_of(r)) + site.q_offset - j0);
-#pragma unroll
-            for (int n = 0; n < kTileKV / 8; ++n) {
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    float x = s[r / 2][n][r % 2 * 2 + c] * score.scale;
-                    if (kSoftcap) x = score.softcap * tanh_fast(x * (1 / score.softcap));
-                    if (kSlopes) x -= score.slope * fabsf(ahead - static_cast<float>(column_of(n, c)));
-                    s[r / 2][n][r % 2 * 2 + c] = x;
-                }
-            }
-        }
-    }
+    if constexpr (!kRaw && !kByElement) apply_options(s, score, block, j0);
     if ((kBands || kDocuments) && tile_class != kFull) {
-        // Bit n of seen[r][c] says whether row r sees column 8 n + c of those that this thread has.
         Word seen[kRowsPerThread][2];
-        DocumentId document[kRowsPerThread];
 #pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) {
-            const Int i = minimum(block.query(row_of(r)), site.q_len - 1);
-            const Range keys = key_hull(block.p, score.mask, site, i, i + 1);
-            const int first = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV)) - column_of(0, 0);
-            const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
-#pragma unroll
-            for (int c = 0; c < 2; ++c) seen[r][c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
-            if constexpr (kDocuments) document[r] = shared.query_ids[row_of(r)];
-        }
+        for (int r = 0; r < kRowsPerThread; ++r) see_hull(seen[r], block, score.mask, row_of(r), j0);
         if constexpr (kDocuments) {
+            DocumentId document[kRowsPerThread];
+#pragma unroll
+            for (int r = 0; r < kRowsPerThread; ++r) document[r] = shared.query_ids[row_of(r)];
 #pragma unroll 2
             for (int n = 0; n < kTileKV / 8; ++n) {
 #pragma unroll
@@ -278,47 +234,8 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
                 }
             }
         }
-#pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-#pragma unroll
-                for (int n = 0; n < kTileKV / 8; ++n) {
-                    if (!(seen[r][c] >> n & 1u)) s[r / 2][n][r % 2 * 2 + c] = -Limits<float>::infinity();
-                }
-            }
-        }
+        hide(s, seen);
     }
-}
-
-// P of what dropout takes is 0. One draw serves the rows g, g + 8 and four fragments of keys.
-TW_DEVICE void drop(Scores& p, const Philox& philox, const Block& block, Int j0) {
-    const Word threshold = static_cast<Word>(block.p.dropout_threshold);
-#pragma unroll
-    for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kTileKV / 8; n += 4) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                const auto draw = philox.draw(block.query(row_of(2 * m)), j0 + column_of(n, c));
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                    for (int f = 0; f < 4 && n + f < kTileKV / 8; ++f) {
-                        if (!draw.keep(half, static_cast<int>(j0 / 16 + f / 2) & 1, f % 2, threshold)) p[m][n + f][2 * half + c] = 0;
-                    }
-                }
-            }
-        }
-    }
-}
-
-// What rows [first, last] of a block see; bands.
-TW_DEVICE KeyRange keys_of(const Block& block, const MaskData& mask, int first, int last) {
-    const Site& site = block.site;
-    const Int i0 = minimum(block.query(first), site.q_len - 1), i1 = minimum(block.query(last), site.q_len - 1);
-    const Range low = key_hull(block.p, mask, site, i0, i0 + 1), high = key_hull(block.p, mask, site, i1, i1 + 1);
-    return {static_cast<int>(low.begin), static_cast<int>(high.end), static_cast<int>(high.begin), static_cast<int>(low.end)};
 }
 
 // The tiles of keys that a block works on, a number of them at a time.
@@ -353,29 +270,16 @@ struct Tiles {
     }
 };
 
-// What is known of a row when all keys have passed: the reference of its softmax, in powers of two, and its sum. Writes
-// lse, and returns the factor of o.
-TW_DEVICE float close_row(const Params& params, const Block& block, int row, float reference, float sum, bool writes_lse) {
-    const abi::Problem& p = block.p;
-    const Int h = block.head(row), at = block.site.q_row0 + block.query(row), b = batch_of(p.packed_q, block.site.b);
-    float scale = 1;
-    if (kSinks && !kSplit) {
-        const float sink = load_any<float>(p.sinks.data, p.sinks.dtype, h * p.sinks.head) * kLog2E, before = reference;
-        reference = larger(reference, sink);
-        const float shift = reference == -Limits<float>::infinity() ? 0.0f : reference;
-        scale = exp2_fast(before - shift);
-        sum = sum * scale + exp2_fast(sink - shift);
-    }
-    const bool empty = sum == 0;
-    if (writes_lse && blockIdx.y == 0) {
-        const abi::Rows& out = kSplit ? params.split.lse : params.call.lse;
+// When all keys have passed a row: writes its lse, and returns the factor of its o.
+TW_DEVICE float finish_row(const Params& params, const Block& block, int row, float reference, float sum, bool writes_lse) {
+    const float factor = close_row(block, row, reference, sum);
+    const abi::Rows& out = kSplit ? params.split.lse : params.call.lse;
+    if (writes_lse && blockIdx.y == 0 && out.data) {
+        const Int at = block.site.q_row0 + block.query(row), b = batch_of(block.p.packed_q, block.site.b);
         const Int split = kSplit ? blockIdx.z * params.split.lse_split : 0;
-        if (out.data) {
-            static_cast<float*>(out.data)[split + b * out.batch + h * out.head + at * out.row] =
-                empty ? -Limits<float>::infinity() : reference * kLn2 + logf(sum);
-        }
+        static_cast<float*>(out.data)[split + b * out.batch + block.head(row) * out.head + at * out.row] = lse_of(reference, sum);
     }
-    return empty ? 0.0f : scale / sum * (kDropout ? static_cast<float>(p.keep_inverse) : 1.0f);
+    return factor;
 }
 
 // Where number c0 + column of a row goes.
@@ -443,7 +347,7 @@ TW_DEVICE void attend_with_care(const Params& params, const Block& block, const 
                 }
             }
         }
-        const float factor = close_row(params, block, row, reference, sum, lane == 0);
+        const float factor = finish_row(params, block, row, reference, sum, lane == 0);
 #pragma unroll
         for (int n = 0; n < kParts; ++n) {
             const int c = lane + 32 * n;
@@ -590,7 +494,8 @@ TW_KERNEL(fwd_mma, Params, params) {
             Scores s;
             multiply_scores(s, queries, shared, n % 2);
             if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, n % 2, start_of(n), tile_class);
-            softmax.raise_reference(s, o);
+            float factors[kRowsPerThread];
+            if (softmax.raise_reference(s, factors)) Softmax::rescale(o, factors);
             await_v();
             if constexpr (kDropout) {
                 exponentiate_all(s, softmax);
@@ -626,7 +531,7 @@ TW_KERNEL(fwd_mma, Params, params) {
         factors[r] = 0;
         if (row_of(r) < rows) {
             const float reference = softmax.reference[r] * softmax.scale;
-            factors[r] = close_row(params, block, row_of(r), reference, sum, lane_id() % 4 == 0);
+            factors[r] = finish_row(params, block, row_of(r), reference, sum, lane_id() % 4 == 0);
         }
     }
     if constexpr (kSplit) {

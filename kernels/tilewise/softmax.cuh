@@ -1,4 +1,4 @@
-// Online softmax of fwd_mma (Milakov and Gimelshein 2018), with a reference in place of the running maximum: it follows
+// Online softmax of the forward kernels (Milakov and Gimelshein 2018), with a reference in place of the running maximum: it follows
 // only when scores have grown past it by kHeadroom powers of two, so that o is rescaled a few times per row and not once
 // per tile.
 //
@@ -30,7 +30,8 @@ struct Softmax {
         for (int r = 0; r < kRowsPerThread; ++r) reference[r] = -Limits<float>::infinity(), sum[r] = 0;
     }
 
-    __device__ __forceinline__ void raise_reference(const Scores& s, Output& o) {
+    // Whether some row of the warp has a new reference; then o is to be multiplied by the factors of its rows.
+    __device__ __forceinline__ bool raise_reference(const Scores& s, float (&factors)[kRowsPerThread]) {
         float highest[kRowsPerThread];
         const float headroom = kHeadroom / scale;
         bool grown = false;
@@ -43,20 +44,26 @@ struct Softmax {
             }
             grown |= highest[r] > reference[r] + headroom;
         }
-        if (!__any_sync(0xffffffffu, grown)) return;
+        if (!__any_sync(0xffffffffu, grown)) return false;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
             highest[r] = larger(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
             highest[r] = larger(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
             // A row whose own scores did not grow stays as it is: its bits do not depend on its neighbours.
-            float factor = 1;
+            factors[r] = 1;
             if (highest[r] > reference[r] + headroom) {
-                factor = exp2_fast((reference[r] - highest[r]) * scale);
+                factors[r] = exp2_fast((reference[r] - highest[r]) * scale);
                 reference[r] = highest[r];
             }
-            sum[r] *= factor;
+            sum[r] *= factors[r];
+        }
+        return true;
+    }
+    static __device__ __forceinline__ void rescale(Output& o, const float (&factors)[kRowsPerThread]) {
 #pragma unroll
-            for (int n = 0; n < kColumns / 8; ++n) o[r / 2][n][r % 2 * 2] *= factor, o[r / 2][n][r % 2 * 2 + 1] *= factor;
+        for (int r = 0; r < kRowsPerThread; ++r) {
+#pragma unroll
+            for (int n = 0; n < kColumns / 8; ++n) o[r / 2][n][r % 2 * 2] *= factors[r], o[r / 2][n][r % 2 * 2 + 1] *= factors[r];
         }
     }
 

@@ -14,6 +14,7 @@
 #include "jit/mma_backward_spec.hpp"
 #include "jit/mma_spec.hpp"
 #include "jit/render_mask.hpp"
+#include "jit/sm90_spec.hpp"
 #include "jit/store.hpp"
 
 namespace tilewise::cuda {
@@ -49,6 +50,16 @@ std::vector<jit::Source> forward_mma(const Problem& p, const Arch& arch, std::st
             sources.push_back(jit::attention_source("fwd_mma.cu", layout, constants, p, mask));
     }
     sources.push_back(jit::plain_source("combine.cu"));
+    return sources;
+}
+
+std::vector<jit::Source> forward_sm90(const Problem& p, const Arch& arch, std::string& why_not) {
+    const jit::MaskProgram mask = jit::render_mask(p);
+    const auto spec = jit::sm90_forward_spec(p, mask, arch, &why_not);
+    if (!spec) return {};
+    std::vector<jit::Source> sources{jit::attention_source("fwd_sm90.cu", *spec, spec->constants(), p, mask)};
+    // Few queries, and lengths in arrays, are left to fwd_mma.
+    for (jit::Source& source : forward_mma(p, arch, why_not)) sources.push_back(std::move(source));
     return sources;
 }
 
@@ -88,9 +99,8 @@ std::vector<jit::Source> backward_simt(const Problem& p, const Arch&, std::strin
 }
 
 constexpr Family kFamilies[] = {
-    {"fwd_mma", Pass::forward, forward_mma},
-    {"fwd_simt", Pass::forward, forward_simt},
-    {"bwd_mma", Pass::backward, backward_mma},
+    {"fwd_sm90", Pass::forward, forward_sm90},   {"fwd_mma", Pass::forward, forward_mma},
+    {"fwd_simt", Pass::forward, forward_simt},   {"bwd_mma", Pass::backward, backward_mma},
     {"bwd_simt", Pass::backward, backward_simt},
 };
 

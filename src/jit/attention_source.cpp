@@ -4,6 +4,7 @@
 
 #include "core/env.hpp"
 #include "render_expr.hpp"
+#include "sm90_spec.hpp"
 
 namespace tilewise::jit {
 namespace {
@@ -127,6 +128,10 @@ Source attention_source(const char* file, const OptionSpec& options, const Const
     source.name = file;
     source.text = kernel_text(file);
     source.headers = headers(std::move(text));
+    if (std::string_view(file).find("sm90") != std::string_view::npos) {
+        source.headers.push_back({"wgmma.cuh", render_wgmma(options.dtype, constants)});
+        source.arch_specific = true;
+    }
     return source;
 }
 

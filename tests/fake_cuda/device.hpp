@@ -846,3 +846,33 @@ inline void tw_cp_async(void* to, const void* from, int bytes = Size) {
     __builtin_memset(to, 0, Size);
     __builtin_memcpy(to, from, static_cast<size_t>(bytes));
 }
+// cp.async.bulk.tensor: a tile of the tensor to shared memory, with zeros for what lies outside, swizzled over 128 bytes.
+// Done at once; returns the number of bytes. `map` is as this driver's cuTensorMapEncodeTiled leaves it.
+inline int tw_copy_tensor(void* to, const void* map, const int* coordinates) {
+    const unsigned* const words = static_cast<const unsigned*>(map);
+    const unsigned rank = words[3], size = words[5], *const box = words + 8, *const extent = words + 16;
+    if (words[4] != 3) tw_fake::trap("a tensor map whose swizzle is not emulated");
+    if (reinterpret_cast<size_t>(to) % 128) tw_fake::trap("a tile at an address that 128 does not divide", 716);
+    const char* data;
+    __builtin_memcpy(&data, words, sizeof data);
+    unsigned long strides[4] = {};
+    __builtin_memcpy(strides, words + 24, (rank - 1) * sizeof *strides);
+    unsigned total = 1;
+    for (unsigned d = 0; d < rank; ++d) total *= box[d];
+    for (unsigned n = 0; n < total; ++n) {
+        unsigned rest = n;
+        const char* from = data;
+        bool inside = true;
+        for (unsigned d = 0; d < rank; ++d) {
+            const long at = long(coordinates[d]) + rest % box[d];
+            rest /= box[d];
+            inside = inside && at >= 0 && at < long(extent[d]);
+            from += at * long(d ? strides[d - 1] : size);
+        }
+        const unsigned row = n * size / 128, byte = n * size % 128;
+        char* const place = static_cast<char*>(to) + row * 128 + (byte ^ row % 8 * 16);
+        if (inside) __builtin_memcpy(place, from, size);
+        else __builtin_memset(place, 0, size);
+    }
+    return int(total * size);
+}

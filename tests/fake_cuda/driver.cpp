@@ -1198,7 +1198,7 @@ TW_API cuPointerGetAttributes(unsigned n, int* attributes, void** data, CUdevice
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tensor maps: nobody reads them here, but wrong arguments are refused as the driver does
+// Tensor maps: wrong arguments are refused as the driver does; tw_copy_tensor of device.hpp reads what is kept
 
 TW_API cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* dims,
                               const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
@@ -1239,6 +1239,8 @@ TW_API cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address,
     auto* words = static_cast<uint32_t*>(map);
     words[2] = static_cast<uint32_t>(type), words[3] = rank, words[4] = static_cast<uint32_t>(swizzle);
     for (unsigned i = 0; i < rank; ++i) words[8 + i] = box[i], words[16 + i] = static_cast<uint32_t>(dims[i]);
+    words[5] = size;
+    for (unsigned i = 0; i + 1 < rank; ++i) std::memcpy(words + 24 + 2 * i, strides + i, sizeof *strides);
     return kSuccess;
 }
 

@@ -1,0 +1,120 @@
+// Scores as fragments of a warp: which row and column of its block a thread's numbers belong to, and what the formula does
+// to them there. fwd_mma and fwd_sm90 have the same fragments: 16 kMTiles rows per warp, rows g and g + 8 of each 16 per
+// thread, where g = lane / 4.
+//
+// spec.cuh comes before this file: kMTiles, kTileKV, kColumns, kPackGQA and the options of the formula.
+#pragma once
+
+#include "score.cuh"
+#include "softmax.cuh"
+
+namespace tilewise {
+
+// The rows of this thread: number n of kRowsPerThread is in half n % 2 of fragment n / 2.
+TW_DEVICE int row_of(int n) { return (warp_id() * kMTiles + n / 2) * 16 + n % 2 * 8 + lane_id() / 4; }
+TW_DEVICE int column_of(int n8, int c) { return n8 * 8 + lane_id() % 4 * 2 + c; }  // of score or output fragment n8
+
+struct __align__(16) KeyRange {
+    int begin, end;            // keys that some row sees
+    int full_begin, full_end;  // keys that every row sees, if they are in [begin, end)
+};
+
+struct Block {  // what one block works on
+    const abi::Problem& p;
+    Int group, h, i0;  // query heads side by side in its rows; the first of them; the first query
+    Site site;
+
+    __device__ __forceinline__ Int query(int row) const { return kPackGQA ? i0 + row / group : i0 + row; }
+    __device__ __forceinline__ Int head(int row) const { return kPackGQA ? h + row % group : h; }
+    __device__ __forceinline__ Int queries() const { return minimum(p.q_tile, site.q_len - i0); }
+    __device__ __forceinline__ int rows() const { return static_cast<int>(queries() * (kPackGQA ? group : 1)); }
+};
+
+// What rows [first, last] of a block see; bands.
+TW_DEVICE KeyRange keys_of(const Block& block, const MaskData& mask, int first, int last) {
+    const Site& site = block.site;
+    const Int i0 = minimum(block.query(first), site.q_len - 1), i1 = minimum(block.query(last), site.q_len - 1);
+    const Range low = key_hull(block.p, mask, site, i0, i0 + 1), high = key_hull(block.p, mask, site, i1, i1 + 1);
+    return {static_cast<int>(low.begin), static_cast<int>(high.end), static_cast<int>(high.begin), static_cast<int>(low.end)};
+}
+
+// Scale, softcap and slopes.
+TW_DEVICE void apply_options(Scores& s, const ScoreContext& score, const Block& block, Int j0) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+        // Distances are small differences of large positions: taken as integers first.
+        const float ahead = static_cast<float>(block.query(row_of(r)) + block.site.q_offset - j0);
+#pragma unroll
+        for (int n = 0; n < kTileKV / 8; ++n) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                float x = s[r / 2][n][r % 2 * 2 + c] * score.scale;
+                if (kSoftcap) x = score.softcap * tanh_fast(x * (1 / score.softcap));
+                if (kSlopes) x -= score.slope * fabsf(ahead - static_cast<float>(column_of(n, c)));
+                s[r / 2][n][r % 2 * 2 + c] = x;
+            }
+        }
+    }
+}
+
+// Bit n of seen[c] says whether the row sees column 8 n + c of those that this thread has, as far as its hull goes.
+TW_DEVICE void see_hull(Word (&seen)[2], const Block& block, const MaskData& mask, int row, Int j0) {
+    const Int i = minimum(block.query(row), block.site.q_len - 1);
+    const Range keys = key_hull(block.p, mask, block.site, i, i + 1);
+    const int first = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV)) - column_of(0, 0);
+    const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) seen[c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
+}
+TW_DEVICE void hide(Scores& s, const Word (&seen)[kRowsPerThread][2]) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+#pragma unroll
+            for (int n = 0; n < kTileKV / 8; ++n) {
+                if (!(seen[r][c] >> n & 1u)) s[r / 2][n][r % 2 * 2 + c] = -Limits<float>::infinity();
+            }
+        }
+    }
+}
+
+// P of what dropout takes is 0. One draw serves the rows g, g + 8 and four fragments of keys.
+TW_DEVICE void drop(Scores& p, const Philox& philox, const Block& block, Int j0) {
+    const Word threshold = static_cast<Word>(block.p.dropout_threshold);
+#pragma unroll
+    for (int m = 0; m < kMTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTileKV / 8; n += 4) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const auto draw = philox.draw(block.query(row_of(2 * m)), j0 + column_of(n, c));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                    for (int f = 0; f < 4 && n + f < kTileKV / 8; ++f) {
+                        if (!draw.keep(half, static_cast<int>(j0 / 16 + f / 2) & 1, f % 2, threshold)) p[m][n + f][2 * half + c] = 0;
+                    }
+                }
+            }
+        }
+    }
+}
+
+// What is known of a row when all keys have passed: the reference of its softmax, in powers of two, and its sum. Joins
+// them with the row's sink; then (reference, sum) make its lse, and o is multiplied by the result.
+TW_DEVICE float close_row(const Block& block, int row, float& reference, float& sum) {
+    const abi::Problem& p = block.p;
+    float scale = 1;
+    if (kSinks && !kSplit) {
+        const float sink = load_any<float>(p.sinks.data, p.sinks.dtype, block.head(row) * p.sinks.head) * kLog2E, before = reference;
+        reference = larger(reference, sink);
+        const float shift = reference == -Limits<float>::infinity() ? 0.0f : reference;
+        scale = exp2_fast(before - shift);
+        sum = sum * scale + exp2_fast(sink - shift);
+    }
+    return sum == 0 ? 0.0f : scale / sum * (kDropout ? static_cast<float>(p.keep_inverse) : 1.0f);
+}
+TW_DEVICE float lse_of(float reference, float sum) { return sum == 0 ? -Limits<float>::infinity() : reference * kLn2 + logf(sum); }
+
+}  // namespace tilewise

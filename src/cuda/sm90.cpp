@@ -1,0 +1,170 @@
+// fwd_sm90 on the host: which kernel a problem needs, its tensor maps, and the order of its work.
+#include "sm90.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+#include <optional>
+#include <random>
+
+#include "call.hpp"
+#include "core/summary.hpp"
+#include "device.hpp"
+#include "jit/mma_spec.hpp"
+#include "jit/sm90_spec.hpp"
+#include "launch.hpp"
+#include "mma.hpp"
+#include "program.hpp"
+#include "tensor_map.hpp"
+
+namespace tilewise::cuda {
+namespace {
+
+using core::ceil_div;
+using core::Pass;
+using core::Problem;
+using core::Workspace;
+
+struct Params {  // before mask and score_mod
+    abi::TensorMap q, k, v;
+    abi::Forward call;
+    abi::Sm90Forward plan;
+};
+static_assert(sizeof(abi::TensorMap) == sizeof(TensorMap));
+
+struct Decision {
+    jit::Sm90ForwardSpec spec;
+    int64_t q_tiles = 0, tiles = 0;  // of one head, of all
+    int64_t blocks = 0;
+};
+
+std::optional<Decision> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
+    const DeviceInfo& device = device_info(p.device.index);
+    const auto spec = jit::sm90_forward_spec(p, program.mask, jit::kernel_arch(device.major, device.minor), why_not);
+    if (!spec) return std::nullopt;
+    Decision decision{*spec};
+    decision.q_tiles = ceil_div(p.q_rows, spec->rows());
+    decision.tiles = decision.q_tiles * p.num_heads_q * p.batch;
+    decision.blocks = std::min<int64_t>(decision.tiles, device.num_sms);
+    const auto no = [&](const char* text) {
+        if (why_not != nullptr)
+            *why_not =
+                std::to_string(decision.tiles) + " tiles of " + std::to_string(spec->rows()) + " queries; " + text;
+        return std::nullopt;
+    };
+    if (decision.tiles > INT32_MAX) return no("numbers of tiles have 31 bits");
+    if (p.backend.empty() && (decision.tiles * 2 < device.num_sms || p.q_rows <= 64))
+        return no("too few for this GPU, and fwd_mma has smaller blocks and splits keys");
+    return decision;
+}
+
+std::string supports(const Problem& p, Pass pass) {
+    std::string why_not;
+    if (!available(&why_not)) return why_not;
+    const auto program = program_of(p, pass);
+    if (!decide(p, *program, &why_not)) return why_not;
+    return parameters_fit(p, *program, pass, sizeof(Params));
+}
+
+struct Memory {
+    void* queue;
+    explicit Memory(Arena& arena) : queue(arena.take(3 * 8)) {}
+};
+
+// A plan serves problems of other lengths and strides too, and those are fwd_mma's where this kernel does not take
+// them.
+size_t workspace(const Problem& p, Pass pass) {
+    const auto program = program_of(p, pass);
+    const auto decision = decide(p, *program);
+    if (!decision) return kFwdMma.workspace_bytes(p, pass);
+    Arena arena(nullptr);
+    [[maybe_unused]] const Call call(p, program->mask, arena, decision->spec.rows(), decision->spec.keys);
+    [[maybe_unused]] const Memory memory(arena);
+    return static_cast<size_t>(arena.used());
+}
+
+std::string explain(const Problem& p, Pass pass) {
+    const auto decision = decide(p, *program_of(p, pass));
+    if (!decision) return kFwdMma.explain(p, pass);
+    const jit::Sm90ForwardSpec& spec = decision->spec;
+    return "  device: " + device_info(p.device.index).name + "\n  tiles: " + std::to_string(spec.rows()) +
+           " queries x " + std::to_string(spec.keys) + " keys, " + std::to_string(spec.consumers) +
+           " warpgroups and a producer, fp32 sums\n" + "  buffers: " + std::to_string(spec.q_buffers) + " of q, " +
+           std::to_string(spec.stages) + " of k and v\n" + "  work: " + std::to_string(decision->tiles) +
+           " tiles for " + std::to_string(decision->blocks) + " blocks\n";
+}
+
+// Axes: number, row, head, batch. What one tile needs of them comes in panels of 64 numbers.
+abi::TensorMap map_of(const core::Tensor4& t, int64_t dims, int64_t rows, int64_t heads, int64_t batch, int tile) {
+    constexpr int64_t kBytes = 2, kAny = 16;  // an axis of one has no distance, but TMA wants one
+    const auto stride = [](int64_t elements, int64_t extent) {
+        return static_cast<uint64_t>(extent > 1 ? elements * kBytes : kAny);
+    };
+    TiledLayout layout;
+    layout.data = t.data;
+    layout.dtype = t.dtype == core::DType::bf16 ? TmaType::bf16 : TmaType::f16;
+    layout.rank = 4;
+    layout.shape = {static_cast<uint64_t>(dims), static_cast<uint64_t>(rows), static_cast<uint64_t>(heads),
+                    static_cast<uint64_t>(batch)};
+    layout.stride_bytes = {0, stride(t.row_stride, rows), stride(t.head_stride, heads), stride(t.batch_stride, batch)};
+    layout.box = {64, static_cast<uint32_t>(tile), 1, 1};
+    layout.swizzle = TmaSwizzle::bytes_128;
+    const TensorMap encoded = encode_tiled(layout);
+    abi::TensorMap map;
+    std::memcpy(&map, &encoded, sizeof map);
+    return map;
+}
+
+// Never 0, and no other launch of this or another process is likely to have it.
+abi::Int signature() {
+    static std::atomic<uint64_t> last{[] {
+        std::random_device random;
+        return uint64_t{random()} << 32 | random();
+    }()};
+    return static_cast<abi::Int>(last.fetch_add(2) | 1);
+}
+
+void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
+    const auto program = program_of(p, Pass::forward);
+    const auto decision = decide(p, *program);
+    if (!decision) return kFwdMma.forward(p, args, workspace);
+    const DeviceGuard guard(p.device.index);
+    const jit::Sm90ForwardSpec& spec = decision->spec;
+    Arena arena(workspace.data);
+    const Call call(p, program->mask, arena, spec.rows(), spec.keys);
+    const Memory memory(arena);
+
+    Params fixed{};
+    fixed.q = map_of(p.q, p.head_dim_qk, p.q_rows, p.num_heads_q, p.batch, spec.rows());
+    fixed.k = map_of(p.k, p.head_dim_qk, p.kv_rows, p.num_heads_kv, p.batch, spec.keys);
+    fixed.v = map_of(p.v, p.head_dim_v, p.kv_rows, p.num_heads_kv, p.batch, spec.keys);
+    fixed.call = {call.problem(), to_abi(args.o), args.lse ? to_abi(args.lse) : abi::Rows{},
+                  jit::takes_16_bytes(args.o)};
+    const bool unequal = program->mask.window_right >= 0 && program->mask.window_left < 0;  // later rows see more keys
+    // Blocks that work at the same time share keys: all on one head, or on as many as half of L2 holds, so that the
+    // longest tiles of several heads come first.
+    const int64_t bytes_of_head = 2 * p.kv_rows * (p.head_dim_qk + p.head_dim_v);
+    const int64_t half = static_cast<int64_t>(device_info(p.device.index).l2_bytes / 2);
+    const int64_t group = p.group(), heads = p.num_heads_q * p.batch;
+    const int64_t at_once = unequal ? std::clamp<int64_t>(half / bytes_of_head * group, group, heads) : group;
+    fixed.plan = {{memory.queue, signature()}, decision->tiles, decision->q_tiles, group, at_once, unequal};
+    std::vector<std::byte> params;
+    append(params, &fixed, offsetof(Params, plan) + sizeof fixed.plan);  // not the padding after it
+    append(params, call.mask_data().data(), call.mask_data().size());
+    params.resize((params.size() + 63) / 64 * 64);  // the struct is as aligned as its tensor maps
+
+    LaunchConfig config;
+    config.grid.x = static_cast<unsigned>(decision->blocks);
+    config.block.x = static_cast<unsigned>(spec.threads());
+    config.dynamic_shared = static_cast<unsigned>(spec.shared_bytes());
+    config.stream = workspace.stream;
+    launch(kernel(p, *program, "fwd_sm90.cu", "fwd_sm90", spec, spec.constants()), config, params.data(),
+           params.size());
+}
+
+}  // namespace
+
+const core::Implementation kFwdSm90{"fwd_sm90", supports, workspace, explain, forward, nullptr, TILEWISE_CUDA};
+
+}  // namespace tilewise::cuda
