@@ -20,8 +20,10 @@ import torch
 import tilewise
 
 from ._errors import refuse, refuse_type
+from ._names import own_names
+from ._problem import integer
 from .flash_attn import _install
-from .flash_attn._arguments import SERVING, must_be_none, not_yet, row_dots, tensors, unpacked
+from .flash_attn._arguments import SERVING, cap, must_be_none, not_yet, row_dots, tensors, unpacked
 from .flash_attn._arguments import window as pair
 
 Pair = tuple[int, int]
@@ -55,11 +57,12 @@ def _checked(num_splits: int = 1, pack_gqa: bool | None = None, sm_margin: int =
     if num_splits not in (0, 1):
         not_yet("num_splits", num_splits, "0 or 1", "How keys are split is chosen by the plan.")
     if pack_gqa not in (None, True, False):
-        refuse_type("pack_gqa", repr(pack_gqa), "None, True or False; results do not depend on it")
+        refuse_type("pack_gqa", repr(pack_gqa), "None, True or False; results are the same")
     if sm_margin:
         not_yet("sm_margin", sm_margin, "0", "Kernels take all of the GPU.")
 
 
+@own_names
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,10 +107,11 @@ def flash_attn_func(
     tensors(q=q, k=k, v=v)
     return tilewise.attention(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window=pair(window_size), chunk=attention_chunk,
-        softcap=max(softcap, 0.0), deterministic=deterministic, return_lse=return_attn_probs,
+        softcap=cap(softcap), deterministic=deterministic, return_lse=return_attn_probs,
     )  # fmt: skip
 
 
+@own_names
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     softmax_scale: float | None = None,
@@ -133,11 +137,12 @@ def flash_attn_qkvpacked_func(
     tensors(qkv=qkv)
     if qkv.ndim == 4:
         total = qkv.shape[2]
-        if num_heads_q is None or not 0 < num_heads_q < total or (total - num_heads_q) % 2:
+        heads = 0 if num_heads_q is None else integer(num_heads_q, "num_heads_q")
+        if not 0 < heads < total or (total - heads) % 2:
             seen = f"{num_heads_q} of {total} heads"
-            refuse("num_heads_q", seen, "total - num_heads_q even: as many heads of k as of v")
-        heads_k = (total - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], 2)
+            refuse("num_heads_q", seen, "total - num_heads_q even: as many heads of keys as of values")
+        heads_k = (total - heads) // 2
+        q, k, v = qkv.split([heads, heads_k, heads_k], 2)
     else:
         q, k, v = unpacked(qkv, "qkv", 3, 5)
     return flash_attn_func(
@@ -146,6 +151,7 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
 
 
+@own_names
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,12 +194,13 @@ def flash_attn_varlen_func(
     tensors(q=q, k=k, v=v)
     return tilewise.attention(
         q, k, v, softmax_scale=softmax_scale, causal=causal, window=pair(window_size), chunk=attention_chunk,
-        softcap=max(softcap, 0.0), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        softcap=cap(softcap), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k, deterministic=deterministic,
         return_lse=return_attn_probs,
     )  # fmt: skip
 
 
+@own_names
 def flash_attn_combine(
     out_partial: torch.Tensor,
     lse_partial: torch.Tensor,
@@ -217,8 +224,14 @@ def flash_attn_combine(
         seen = f"shapes {list(out_partial.shape)} and {list(lse_partial.shape)}"
         allowed = "[parts, batch, seqlen, num_heads, head_dim] and [parts, batch, seqlen, num_heads]"
         refuse("out_partial, lse_partial", seen, allowed)
-    if out is not None and out_dtype not in (None, out.dtype):
-        refuse("out_dtype", out_dtype, f"{out.dtype}, the dtype of out, or None")
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        refuse_type("out_dtype", repr(out_dtype), "a torch.dtype or None")
+    if out is not None:
+        tensors(out=out)
+        if out.shape != out_partial.shape[1:]:
+            refuse("out", f"shape {list(out.shape)}", f"{list(out_partial.shape[1:])}, that of one part of out_partial")
+        if out_dtype not in (None, out.dtype):
+            refuse("out_dtype", out_dtype, f"{out.dtype}, the dtype of out, or None")
     merged, lse = tilewise.merge(out_partial, lse_partial.transpose(-1, -2))
     if out is not None:
         merged = out.copy_(merged)
@@ -227,6 +240,7 @@ def flash_attn_combine(
     return merged, lse.transpose(-1, -2)
 
 
+@own_names
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -294,6 +308,7 @@ def get_scheduler_metadata(
 # ---------------------------------------------------------------------------------------------------- the private two
 
 
+@own_names
 def _flash_attn_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -345,13 +360,14 @@ def _flash_attn_forward(
     tensors(q=q, k=k, v=v)
     out, lse, _ = tilewise.attention_forward(
         q, k, v, out=out_, softmax_scale=softmax_scale, causal=causal, window=(window_size_left, window_size_right),
-        chunk=attention_chunk, softcap=max(softcap, 0.0), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+        chunk=attention_chunk, softcap=cap(softcap), cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, seqused_q=seqused_q, seqused_kv=seqused_k,
         leftpad_kv=leftpad_k,
     )  # fmt: skip
     return out, lse, lse.new_empty(0), lse.new_empty(0)
 
 
+@own_names
 def _flash_attn_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -387,7 +403,7 @@ def _flash_attn_backward(
     wanted = [name for name, gradient in (("q", dq), ("k", dk), ("v", dv)) if gradient is not None]
     tilewise.attention_backward(
         dout, q, k, v, out, softmax_lse, dq=dq, dk=dk, dv=dv, wanted=wanted, softmax_scale=softmax_scale,
-        causal=is_causal, window=(window_size_left, window_size_right), softcap=max(softcap, 0.0),
+        causal=is_causal, window=(window_size_left, window_size_right), softcap=cap(softcap),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
         seqused_q=sequed_q, seqused_kv=sequed_k, deterministic=deterministic,
     )  # fmt: skip

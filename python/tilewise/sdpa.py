@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ._attention import attention, attention_backward, attention_forward
 from ._errors import Error, UnsupportedError, message, refuse, refuse_type
+from ._names import own_names
 
 __all__ = ["register_flash", "routed", "scaled_dot_product_attention"]
 
@@ -43,6 +44,7 @@ except ImportError:  # torch < 2.3
 # ------------------------------------------------------------------------------------------------- the function
 
 
+@own_names
 def scaled_dot_product_attention(
     query: Any,
     key: Any,
@@ -101,7 +103,7 @@ def _refuse_both() -> NoReturn:
         "attn_mask, is_causal",
         "both",
         "one of the two",
-        "Join the mask with torch.ones(L, S, dtype=torch.bool).tril(), or call tilewise.attention(causal=..., mask=...).",
+        "Join attn_mask with torch.ones(L, S, dtype=torch.bool).tril(), or call tilewise.attention(causal=..., mask=...).",
     )
 
 
@@ -397,6 +399,7 @@ def _rng_out(rng: Any, like: Any) -> tuple[Any, Any]:
     return rng.view(torch.uint64), torch.zeros((), dtype=torch.uint64, device=like.device)
 
 
+@own_names
 def _flash_forward(
     query: Any, key: Any, value: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: Any, max_k: Any, dropout_p: float,
     is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, window_size_left: Any = None,
@@ -416,6 +419,7 @@ def _flash_forward(
     return o, lse, *_rng_out(rng, query), query.new_empty(0)
 
 
+@own_names
 def _flash_backward(
     grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any,
     max_q: Any, max_k: Any, dropout_p: float, is_causal: bool, rng_state: Any, unused: Any, *,
@@ -428,6 +432,7 @@ def _flash_backward(
     return g.dq, g.dk, g.dv
 
 
+@own_names
 def _sdpa_flash_forward(
     query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False,
     *, scale: float | None = None,
@@ -440,6 +445,7 @@ def _sdpa_flash_forward(
     return o, lse, nothing, nothing.clone(), query.shape[2], key.shape[2], *_rng_out(rng, query), query.new_empty(0)
 
 
+@own_names
 def _sdpa_flash_backward(
     grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, cum_seq_q: Any, cum_seq_k: Any,
     max_q: Any, max_k: Any, dropout_p: float, is_causal: bool, philox_seed: Any, philox_offset: Any, *,

@@ -7,11 +7,13 @@ tools/upstream_flash_attn.py.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,7 @@ torch = pytest.importorskip("torch")
 
 import tilewise.flash_attn_interface as fa3  # noqa: E402
 from tilewise import flash_attn as fa  # noqa: E402
+from tilewise._problem import OPTION_NAMES  # noqa: E402
 from tilewise.flash_attn import bert_padding  # noqa: E402
 from tilewise.flash_attn import flash_attn_interface as fa2  # noqa: E402
 from tilewise.flash_attn.layers import rotary  # noqa: E402
@@ -474,16 +477,114 @@ def refusals():
         (value, "attention_mask: got shape", lambda: bert_padding.unpad_input(q, torch.ones(1, 3))),
         (value, "cos, sin: got 2 rows", lambda: rotary.apply_rotary_emb(q, torch.ones(2, 4), torch.ones(2, 4))),
         (value, "cos, sin: got shapes", lambda: rotary.apply_rotary_emb(q, torch.ones(9, 8), torch.ones(9, 8))),
+        (value, "max_seqlen: got 5 for 4 tokens from position 2", lambda: rotary.RotaryEmbedding(8)(torch.ones(1, 4, 3, 2, 8), seqlen_offset=2, max_seqlen=5)),
+        (value, "qkv: got head_dim 8; allowed: at least 16", lambda: rotary.RotaryEmbedding(16)(torch.ones(1, 4, 3, 2, 8))),
+        (value, r"out: got shape \[4, 2, 8\]", lambda: fa3.flash_attn_combine(q[None], q[None, ..., 0], p)),
+        (kind, "out_dtype: got 3", lambda: fa3.flash_attn_combine(q[None], q[None, ..., 0], out_dtype=3)),
+        (value, r"rng_state: got torch.float32 \[2\]", lambda: fa2._flash_attn_backward(q, q, q, q, q, q[..., 0].transpose(1, 2), q, q, q, 0.5, 1.0, False, -1, -1, 0.0, None, False, torch.ones(2))),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("n", range(25))
+@pytest.mark.parametrize("n", range(30))
 def test_refusals(n):
     kind, pattern, call = refusals()[n]
     with pytest.raises(kind, match=pattern) as caught:
         call()
     assert isinstance(caught.value, tilewise.Error)
     assert "allowed:" in str(caught.value)
+
+
+# Argument names of tilewise.attention, its halves and merge: in the errors of a front only if they are its own too.
+OURS = OPTION_NAMES | {"q", "k", "v", "o", "do", "lse", "dlse", "rng", "out", "wanted", "o_parts", "lse_parts"}
+
+
+def every_function():
+    """(function, its valid arguments): all of both interfaces, dense and packed, and PyTorch's."""
+    tensors = {"q": (4,), "k": (2,), "v": (2,), "kv": (2, 2), "qkv": (3, 4), "dout": (4,), "out": (4,), "dq": (4,), "dk": (2,), "dv": (2,)}  # fmt: skip
+    dense, packed = (
+        {name: torch.ones(*lengths, *heads, 8) for name, heads in tensors.items()} for lengths in ((2, 6), (6,))
+    )
+    dense |= {"softmax_lse": torch.ones(2, 4, 6)}
+    packed |= {"softmax_lse": torch.ones(4, 6), "max_seqlen_q": 3, "max_seqlen_k": 3, "max_seqlen": 3}
+    packed |= {name: int32(0, 3, 6) for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens")}
+    both = {
+        "dropout_p": 0.1, "softmax_scale": 0.5, "causal": False, "window_size_left": -1, "window_size_right": -1,
+        "softcap": 0.0, "alibi_slopes": None, "return_softmax": False, "deterministic": False,
+        "rng_state": torch.tensor([1, 2]), "return_attn_probs": False,
+    }  # fmt: skip
+    for module in (fa2, fa3):
+        for name, function in vars(module).items():
+            if not re.match("_?flash_attn_", name) or "kvcache" in name:
+                continue
+            if name == "flash_attn_combine":
+                yield function, {"out_partial": torch.ones(3, 2, 6, 4, 8), "lse_partial": torch.ones(3, 2, 6, 4)}
+                continue
+            if "varlen" not in name:
+                yield function, dense | both
+            if "varlen" in name or (module is fa3 and name.startswith("_")):
+                yield function, packed | both
+    of_heads = {"qkv": torch.ones(2, 6, 8, 8), "num_heads_q": 4}
+    yield fa3.flash_attn_qkvpacked_func, both | of_heads
+    heads_first = {name: torch.ones(2, 4, 6, 8) for name in ("query", "key", "value")}
+    yield tilewise.scaled_dot_product_attention, heads_first
+    yield tilewise.scaled_dot_product_attention, heads_first | {"attn_mask": torch.ones(6, 6)}
+
+
+def wrong(value):
+    """Values that hardly any argument takes, if a valid one is this."""
+    yield from ("x", -3, 1.5, None)
+    if not isinstance(value, torch.Tensor):
+        yield from (3, math.nan, (0,), ("a", 0), (-2, 0), (0, -2), True, torch.tensor(1.0, requires_grad=True))
+        return
+    yield from ([1], np.zeros(3), value[None], value[0], value[..., :-1], value[:1])
+    yield from (value.to(dtype) for dtype in (torch.int8, torch.float64))
+    yield from (torch.cat((value, value), axis) for axis in range(value.ndim))
+    if value.ndim == 1:
+        yield from (value - 5, value * 9, value.flip(0))
+
+
+def test_errors_name_the_arguments_of_the_function_that_was_called():
+    """Every argument of every function, one wrong at a time: what is refused is refused in the function's words."""
+    refused = collections.Counter()
+    for function, arguments in every_function():
+        parameters = inspect.signature(function).parameters
+        valid = {name: value for name, value in arguments.items() if name in parameters}
+        function(**valid)
+        for name in parameters:
+            for value in wrong(valid.get(name)):
+                try:
+                    function(**valid | {name: value})
+                except tilewise.Error as error:
+                    text = str(error)
+                else:
+                    continue
+                refused[function] += 1
+                subjects = text.partition(": got")[0].split(", ")
+                assert all(re.split(r"\[", subject)[0] in parameters for subject in subjects), text
+                said = set(re.findall(r"(?<!['\w.])\w+(?!['\w(])", re.sub(r"tilewise\.\w+\([^)]*\)", "", text)))
+                assert not said & (OURS - parameters.keys()), text
+    assert len(refused) == 17 and all(count > 20 for count in refused.values()), refused
+
+
+def test_errors_keep_advice_that_fits():
+    q, kv, cu = torch.ones(6, 4, 8), torch.ones(6, 2, 2, 8), int32(0, 3, 6)
+    with pytest.raises(ValueError) as caught:
+        fa.flash_attn_varlen_kvpacked_func(q, kv[..., :7], cu, cu, 3, 3)
+    assert str(caught.value) == "kv: got head_dim 7; allowed: the head_dim of q, 8."
+    with pytest.raises(ValueError) as caught:
+        fa.flash_attn_varlen_func(q, *kv.unbind(1), cu, int32(0, 3, 9), 3, 3)
+    assert str(caught.value) == "cu_seqlens_k: got last entry 9; allowed: at most the number of tokens, 6."
+    with pytest.raises(ValueError) as caught:
+        fa.flash_attn_func(q, *kv.unbind(1))
+    assert str(caught.value) == "q: got rank 3; allowed: rank 4 [batch, seqlen, heads, head_dim]."
+    with pytest.raises(ValueError, match=r"For packed sequences give cu_seqlens_q and cu_seqlens_k; for one"):
+        fa3._flash_attn_forward(q, *kv.unbind(1))
+    with pytest.raises(ValueError, match=r"qkv: got dtypes int32, int32, int32; allowed: one dtype"):
+        fa.flash_attn_qkvpacked_func(torch.ones(2, 6, 3, 4, 8, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"window_size_left: got 'x'"):
+        fa3._flash_attn_forward(q[None], q[None], q[None], window_size_left="x")
+    with pytest.raises(ValueError, match=r"window_size\[0\]: got -2"):
+        fa.flash_attn_func(q[None], q[None], q[None], window_size=(-2, 0))
 
 
 # ------------------------------------------------------------------------------------------------- compiled, transformed

@@ -194,6 +194,7 @@ REFUSED = [
     (r"attn_mask: got shape \[2, 2, 4, 7, 9\]", {"attn_mask": torch.ones(2, 2, 4, 7, 9)}),
     ("attn_mask: got a list", {"attn_mask": [[True]]}),
     ("dropout_p: got 1.5", {"dropout_p": 1.5}),
+    ("^scale: got 'x'", {"scale": "x"}),
 ]
 
 
@@ -216,6 +217,10 @@ def test_refusals_of_shapes():
         tilewise.scaled_dot_product_attention(qkv(2)[0], qkv(3)[1], qkv(2)[2])
     with pytest.raises(tilewise.InvalidArgumentError, match="query: got shape"):
         tilewise.scaled_dot_product_attention(*(randn(8) for _ in range(3)))
+    with pytest.raises(tilewise.InvalidArgumentError, match="^query, key, value: got dtypes"):
+        tilewise.scaled_dot_product_attention(qkv(2)[0].double(), *qkv(2)[1:])
+    with pytest.raises(tilewise.InvalidArgumentError, match="^value: got 8 rows; allowed: as many as key, 9"):
+        tilewise.scaled_dot_product_attention(*qkv(2)[:2], qkv(2)[2][..., :8, :])
     with pytest.raises(tilewise.ArgumentTypeError, match="key: got a list"):
         tilewise.scaled_dot_product_attention(randn(4, 8), [1], randn(4, 8))
     nothing = (randn(1, 0, 4, 8, dtype=torch.float16) for _ in range(3))
@@ -420,6 +425,8 @@ def test_packed_operators(operators):
     mine = torch.autograd.grad(o.sum(), (q, k, v))
     theirs = torch.autograd.grad(expected.sum(), (q, k, v))
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    with pytest.raises(tilewise.InvalidArgumentError, match="^cum_seq_k: got last entry 26"):
+        operators._flash_attention_forward(q, k, v, bounds, bounds + 10, 10, 10, 0.0, True, False)
     with pytest.raises(tilewise.UnsupportedError, match="return_debug_mask: got a bool"):
         operators._flash_attention_forward(q, k, v, bounds, bounds, 10, 10, 0.0, True, True)
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._errors import UnsupportedError, message, refuse, refuse_type
-from .._problem import integer
+from .._problem import integer, real
 
 SERVING = "Functions for caches come with the serving part of tilewise."
 
@@ -25,9 +25,14 @@ def must_be_none(argument: str, value: Any, advice: str) -> None:
 
 def window(window_size: Any) -> tuple[int, int]:
     """(left, right) as two ints; a pair, a list or a tensor of two is taken."""
-    if not hasattr(window_size, "__len__") or len(window_size) != 2:
+    if not hasattr(window_size, "__len__") or getattr(window_size, "ndim", 1) != 1 or len(window_size) != 2:
         refuse_type("window_size", repr(window_size), "a pair (left, right); -1 = unbounded")
-    return integer(window_size[0], "window_size[0]"), integer(window_size[1], "window_size[1]")
+    return integer(window_size[0], "window left"), integer(window_size[1], "window right")
+
+
+def cap(softcap: Any) -> float:
+    """softcap; below 0 it is off, as upstream."""
+    return max(real(softcap, "softcap"), 0.0)
 
 
 def tensors(**named: Any) -> None:

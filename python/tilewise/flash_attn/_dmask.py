@@ -76,10 +76,12 @@ def _padded(
         batch, seqlen = x.shape[:2]
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -seqlen % 128))
         return x, torch.full((batch,), seqlen, device=x.device)
-    first, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    cu_seqlens = torch.as_tensor(cu_seqlens, dtype=torch.int64, device=x.device)
+    first, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     if seqused is not None:
-        lengths = seqused.long()
+        lengths = torch.as_tensor(seqused, dtype=torch.int64, device=x.device)
     if leftpad is not None:
+        leftpad = torch.as_tensor(leftpad, dtype=torch.int64, device=x.device)
         first, lengths = first + leftpad, (lengths - leftpad).clamp(min=0)
     if not x.shape[0]:
         x = x.new_zeros(1, *x.shape[1:])

@@ -22,8 +22,10 @@ import torch
 import tilewise
 
 from .._attention import draw_seed
+from .._errors import refuse
+from .._names import own_names
 from .._problem import integer
-from ._arguments import SERVING, must_be_none, not_yet, row_dots, tensors, unpacked
+from ._arguments import SERVING, cap, must_be_none, not_yet, row_dots, tensors, unpacked
 from ._arguments import window as pair
 from ._dmask import s_dmask
 
@@ -51,12 +53,12 @@ def _options(
     alibi_slopes: torch.Tensor | None,
     **lengths: Any,
 ) -> dict[str, Any]:
-    """Options of tilewise.attention. A softcap below 0 is off, as upstream."""
+    """Options of tilewise.attention."""
     return {
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window": pair(window_size),
-        "softcap": max(softcap, 0.0),
+        "softcap": cap(softcap),
         "alibi_slopes": alibi_slopes,
         **lengths,
     }
@@ -91,6 +93,7 @@ def _attention(
     return out, _upstream_lse(lse), _dmask(q, k, rng, dropout_p, options)
 
 
+@own_names
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -136,6 +139,7 @@ def flash_attn_func(
     return _attention(q, k, v, dropout_p, deterministic, return_attn_probs, options)
 
 
+@own_names
 def flash_attn_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -154,6 +158,7 @@ def flash_attn_kvpacked_func(
     return _attention(q, k, v, dropout_p, deterministic, return_attn_probs, options)
 
 
+@own_names
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     dropout_p: float = 0.0,
@@ -171,6 +176,7 @@ def flash_attn_qkvpacked_func(
     return _attention(q, k, v, dropout_p, deterministic, return_attn_probs, options)
 
 
+@own_names
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -215,6 +221,7 @@ def flash_attn_varlen_func(
     return _attention(q, k, v, dropout_p, deterministic, return_attn_probs, options)
 
 
+@own_names
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -233,12 +240,14 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with k and v in one tensor, kv [total_k, 2, num_heads_k, head_dim]."""
     k, v = unpacked(kv, "kv", 2, 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
+    options = _options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k,
     )  # fmt: skip
+    return _attention(q, k, v, dropout_p, deterministic, return_attn_probs, options)
 
 
+@own_names
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -254,12 +263,14 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with q, k and v in one tensor, qkv [total, 3, num_heads, head_dim]."""
     q, k, v = unpacked(qkv, "qkv", 3, 4)
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, deterministic, return_attn_probs,
+    options = _options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes,
+        cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen,
     )  # fmt: skip
+    return _attention(q, k, v, dropout_p, deterministic, return_attn_probs, options)
 
 
+@own_names
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -295,6 +306,7 @@ def flash_attn_with_kvcache(
 # Ring and context parallel packages call them and read their defaults.
 
 
+@own_names
 def _flash_attn_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -318,6 +330,7 @@ def _flash_attn_forward(
     return _forward(q, k, v, dropout_p, return_softmax, options)
 
 
+@own_names
 def _flash_attn_varlen_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -365,7 +378,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     tensors(q=q, k=k, v=v)
     if return_softmax and not dropout_p:
-        tilewise._errors.refuse("return_softmax", "True with dropout_p 0", "True with dropout_p > 0, or False")
+        refuse("return_softmax", "True with dropout_p 0", "True with dropout_p > 0, or False")
     out, lse, rng = tilewise.attention_forward(q, k, v, dropout_p=dropout_p, **options)
     if rng is None:
         rng = torch.zeros(2, dtype=torch.int64, device=q.device)
@@ -373,6 +386,7 @@ def _forward(
     return out, _upstream_lse(lse), probs, rng
 
 
+@own_names
 def _flash_attn_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -404,6 +418,7 @@ def _flash_attn_backward(
     return _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, deterministic, rng_state, options)
 
 
+@own_names
 def _flash_attn_varlen_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -458,8 +473,13 @@ def _backward(
 ) -> torch.Tensor:
     tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
     wanted = [name for name, gradient in (("q", dq), ("k", dk), ("v", dv)) if gradient is not None]
-    if dropout_p and rng_state is None:
-        tilewise._errors.refuse("rng_state", "None with dropout_p > 0", "what the forward pass returned")
+    if dropout_p:
+        if rng_state is None:
+            refuse("rng_state", "None with dropout_p > 0", "what the forward pass returned")
+        tensors(rng_state=rng_state)
+        if rng_state.dtype != torch.int64 or rng_state.shape != (2,):
+            seen = f"{rng_state.dtype} {list(rng_state.shape)}"
+            refuse("rng_state", seen, "torch.int64 [2], what the forward pass returned")
     tilewise.attention_backward(
         dout, q, k, v, out, _own_lse(softmax_lse), rng=rng_state, dq=dq, dk=dk, dv=dv, wanted=wanted,
         dropout_p=dropout_p, deterministic=deterministic, **options,

@@ -269,6 +269,11 @@ class RotaryEmbedding(torch.nn.Module):
             if not isinstance(seqlen_offset, int):
                 refuse("max_seqlen", "None with a tensor as seqlen_offset", "the number of positions")
             max_seqlen = qkv.shape[1] + seqlen_offset
+        elif isinstance(seqlen_offset, int) and max_seqlen < qkv.shape[1] + seqlen_offset:
+            seen = f"{max_seqlen} for {qkv.shape[1]} tokens from position {seqlen_offset}"
+            refuse("max_seqlen", seen, "a place for every position")
+        if self.dim > qkv.shape[-1]:
+            refuse("qkv", f"head_dim {qkv.shape[-1]}", f"at least {self.dim}, the dimensions that are rotated")
         cos, sin, cos_k, sin_k = self._cos_sin(max_seqlen, qkv)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
