@@ -25,6 +25,7 @@
 #include "cuda/device.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/module.hpp"
+#include "cuda/program.hpp"
 #include "cuda/tensor_map.hpp"
 #include "tilewise/tilewise.h"
 
@@ -736,6 +737,33 @@ TILEWISE_ON_FAKE_GPU(DoctorRunsAKernel) {
     EXPECT_NE(text.find("cuda:0 self-test: passed"), std::string::npos) << text;
     EXPECT_NE(text.find("kernel compiler: NVRTC 13.0"), std::string::npos) << text;
     EXPECT_NE(text.find("kernel cache: "), std::string::npos) << text;
+}
+
+// Each waits until all have started, which is never if they run in turn.
+TEST(CudaHost, SideBySideIsAtTheSameTime) {
+    constexpr int kLoads = 3;
+    std::atomic<int> started{0};
+    const auto load = [&] {
+        ++started;
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+        while (started.load() < kLoads && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+        EXPECT_EQ(started.load(), kLoads);
+    };
+    side_by_side(std::vector<std::function<void()>>(kLoads, load));
+    side_by_side({});
+}
+
+TEST(CudaHost, SideBySideThrowsWhenAllHaveEnded) {
+    for (const size_t failing : {size_t{0}, size_t{2}}) {
+        std::atomic<int> ended{0};
+        std::vector<std::function<void()>> loads(3, [&] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(20));
+            ++ended;
+        });
+        loads[failing] = [] { core::refuse("a load", "this", "that"); };
+        EXPECT_THROW(side_by_side(loads), core::Error);
+        EXPECT_EQ(ended.load(), 2);
+    }
 }
 
 }  // namespace

@@ -110,7 +110,6 @@ struct Queue {
 struct Sm90Forward {
     Queue queue;
     Int tiles, q_tiles;   // of all heads and sequences, and of one head
-    Int group;            // query heads of a KV head
     Int heads_at_once;    // whose keys and values fit into L2 together
     Int last_first;       // later rows see more
 };

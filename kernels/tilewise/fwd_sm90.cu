@@ -2,14 +2,16 @@
 //
 // One block stays on each SM and takes tiles of queries from a queue. Its warpgroups have roles:
 //
-//     producer     one thread asks the copy engine for Q, K and V, as far ahead as there are buffers
+//     producer     one thread takes work from the queue, another asks the copy engine for Q, K and V, as far ahead as
+//                  there are buffers
 //     consumers    kConsumers warpgroups, each with 64 rows of the tile
 //
 // A consumer starts two products and works on the scores of one while the tensor cores are busy with the other:
 //
-//     tensor cores    S(n) = Q K(n)^T    o += P(n-1) V(n-1)    S(n+1)         o += P(n) V(n)
-//     exp units                          P(n) of S(n)                         P(n+1) of S(n+1)
+//     tensor cores    S(n) = Q K(n)^T    o += P(n+1) V(n+1)    S(n-1)         o += P(n) V(n)
+//     exp units                          P(n) of S(n)                         P(n-1) of S(n-1)
 //
+// and so from one tile of queries to the next: the first scores of the next are under way while o of the last is written.
 // Softmax is that of fwd_mma: o is rescaled only when a row's scores have grown by 2^8. Tiles of keys come from the last
 // one down, so that a causal mask, or the end of the keys, is dealt with first.
 
@@ -23,21 +25,25 @@ namespace tilewise {
 constexpr int kPanelsQK = (kDimsQK + kPanel - 1) / kPanel, kPanelsV = (kColumns + kPanel - 1) / kPanel;
 constexpr int kQBytes = kPanelsQK * kTileQ * kPanel * 2;
 constexpr int kKBytes = kPanelsQK * kTileKV * kPanel * 2, kVBytes = kPanelsV * kTileKV * kPanel * 2;
-static_assert(!kOInQ || (kPanelsV <= kPanelsQK && kQBuffers == 1));
 constexpr int kConsumerThreads = kConsumers * 128;
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
 
 struct Work {  // one tile of queries
-    int first, count;  // of the tiles of keys that some row sees: where they start, how many; below 0: there is no more work
-    int i0, h, b;
+    int i0, head;      // its first query, and its head among those of all sequences
+    int b, h, head_kv;
+    int first, count;  // of the tiles of keys that some row sees: where they start, how many; 0: there is no more work
+    struct {
+        int full_begin, full_end;  // keys that all its rows see
+        int passes;                // it sees nothing of the last tile, and another one comes
+    } rows[kConsumers];
 };
 
 struct __align__(1024) Shared {
     Half q[kQBuffers][kPanelsQK][kTileQ * kPanel];
     Half k[kStages][kPanelsQK][kTileKV * kPanel];
     Half v[kStages][kPanelsV][kTileKV * kPanel];
-    Half o[kOInQ ? 1 : kPanelsV][kOInQ ? 8 : kTileQ * kPanel];  // on its way out; or it takes the place of q
-    Work work[kQBuffers];  // comes and goes with q
+    Work work;
+    Barrier work_full, work_empty;
     Barrier q_full[kQBuffers], q_empty[kQBuffers];
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
 };
@@ -50,51 +56,68 @@ struct Params {
     MaskData mask;
 };
 
-// Number n of all tiles: row of tiles, head and batch.
-TW_DEVICE Work work_of(const Params& params, Word n) {
-    const abi::Sm90Forward& plan = params.plan;
-    const Word heads = static_cast<Word>(params.call.problem.num_heads_q), q_tiles = static_cast<Word>(plan.q_tiles);
-    const Word at_once = static_cast<Word>(plan.heads_at_once), all = heads * static_cast<Word>(params.call.problem.batch);
-    const Word section = n / (at_once * q_tiles), rest = n - section * (at_once * q_tiles);
-    const Word width = all - section * at_once < at_once ? all - section * at_once : at_once;
-    const Word row = rest / width, head = section * at_once + rest - row * width, b = head / heads;
-    return {0, 0, static_cast<int>(plan.last_first ? q_tiles - 1 - row : row) * kTileQ, static_cast<int>(head - b * heads),
-            static_cast<int>(b)};
-}
-TW_DEVICE Block block_of(const Params& params, const Work& work) {
+TW_DEVICE Block block_of(const Params& params, int i0, int head) {
     const abi::Problem& p = params.call.problem;
-    return {p, 1, work.h, work.i0, make_site(p, work.b, work.h)};
+    const Word heads = static_cast<Word>(p.num_heads_q), b = static_cast<Word>(head) / heads, h = static_cast<Word>(head) - b * heads;
+    return {p, 1, h, i0, make_site(p, b, h)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Producer: one thread
+// Producer: two threads
 
-TW_DEVICE void produce(const Params& params, Shared& shared) {
+TW_DEVICE void schedule(const Params& params, Shared& shared) {
     const abi::Queue& queue = params.plan.queue;
+    Ring<1> works;
+    Queue::open(queue);
+    for (int number = static_cast<int>(blockIdx.x); number < params.plan.tiles; number = Queue::next(queue)) {
+        const Word q_tiles = static_cast<Word>(params.plan.q_tiles), at_once = static_cast<Word>(params.plan.heads_at_once);
+        const Word all = static_cast<Word>(params.plan.tiles) / q_tiles, n = static_cast<Word>(number);
+        const Word section = n / (at_once * q_tiles), rest = n - section * (at_once * q_tiles);
+        const Word width = all - section * at_once < at_once ? all - section * at_once : at_once, row = rest / width;
+        const int head = static_cast<int>(section * at_once + rest - row * width);
+        const Block block = block_of(params, static_cast<int>(params.plan.last_first ? q_tiles - 1 - row : row) * kTileQ, head);
+
+        Work& work = shared.work;
+        work.i0 = static_cast<int>(block.i0), work.head = head;
+        work.b = static_cast<int>(block.site.b), work.h = static_cast<int>(block.h);
+        work.head_kv = static_cast<int>(block.site.head_kv);
+        const KeyRange seen = keys_of(block, params.mask, 0, block.rows() - 1);
+        int first = seen.begin / kTileKV * kTileKV, count = (seen.end - first + kTileKV - 1) / kTileKV;
+        if (seen.end <= seen.begin) {  // nothing to see: a tile beyond the last key, where all is zero
+            first = (static_cast<int>(block.site.kv_len) + kTileKV - 1) / kTileKV * kTileKV, count = 1;
+        }
+        work.first = first, work.count = count;
+#pragma unroll 1
+        for (int group = 0; group < kConsumers; ++group) {
+            const KeyRange mine = keys_of(block, params.mask, group * 64, group * 64 + 63);
+            work.rows[group] = {mine.full_begin, mine.full_end, count > 1 && first + (count - 1) * kTileKV >= mine.end};
+        }
+        shared.work_full.arrive();
+        // Not before nearly all has been asked for: what one block takes too early, another could begin sooner.
+        shared.work_empty.wait(works.phase);
+        works.advance();
+    }
+    shared.work.count = 0;
+    shared.work_full.arrive();
+    Queue::leave(queue);
+}
+
+TW_DEVICE void copy(const Params& params, Shared& shared) {
+    Ring<1> works;
     Ring<kQBuffers> queries;
     Ring<kStages> keys, values;
-    Queue::open(queue);
-    int number = static_cast<int>(blockIdx.x);
-    while (true) {
-        shared.q_empty[queries.at].wait(queries.phase ^ 1u);
-        if (number >= params.plan.tiles) break;
-        const int following = Queue::next(queue);
-        Work work = work_of(params, static_cast<Word>(number));
-        {
-            const Block block = block_of(params, work);
-            const KeyRange seen = keys_of(block, params.mask, 0, block.rows() - 1);
-            work.first = seen.begin / kTileKV * kTileKV;
-            work.count = seen.end > seen.begin ? (seen.end - work.first + kTileKV - 1) / kTileKV : 0;
-        }
-        shared.work[queries.at] = work;
-        const int head = work.h / static_cast<int>(params.plan.group);
+    for (;; works.advance()) {
+        shared.work_full.wait(works.phase);
+        const Work& work = shared.work;
+        const int first = work.first, count = work.count, b = work.b, head_kv = work.head_kv;
+        if (count == 0) return;
         const auto copy_k = [&](int n) {
             Barrier& full = shared.k_full[keys.at];
             shared.k_empty[keys.at].wait(keys.phase ^ 1u);
             full.expect(kKBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanelsQK; ++panel)
-                copy_panel(shared.k[keys.at][panel], params.k, full, panel * kPanel, work.first + n * kTileKV, head, work.b);
+                copy_panel(shared.k[keys.at][panel], params.k, full, panel * kPanel, first + n * kTileKV, head_kv, b);
             keys.advance();
         };
         const auto copy_v = [&](int n) {
@@ -103,25 +126,24 @@ TW_DEVICE void produce(const Params& params, Shared& shared) {
             full.expect(kVBytes);
 #pragma unroll
             for (int panel = 0; panel < kPanelsV; ++panel)
-                copy_panel(shared.v[values.at][panel], params.v, full, panel * kPanel, work.first + n * kTileKV, head, work.b);
+                copy_panel(shared.v[values.at][panel], params.v, full, panel * kPanel, first + n * kTileKV, head_kv, b);
             values.advance();
         };
+        copy_k(count - 1);
         Barrier& full = shared.q_full[queries.at];
+        shared.q_empty[queries.at].wait(queries.phase ^ 1u);
         full.expect(kQBytes);
 #pragma unroll
         for (int panel = 0; panel < kPanelsQK; ++panel)
-            copy_panel(shared.q[queries.at][panel], params.q, full, panel * kPanel, work.i0, work.h, work.b);
+            copy_panel(shared.q[queries.at][panel], params.q, full, panel * kPanel, work.i0, work.h, b);
         queries.advance();
-        if (work.count > 0) copy_k(work.count - 1);
-        for (int n = work.count - 1; n >= 0; --n) {
+#pragma unroll 1
+        for (int n = count - 1; n >= 0; --n) {
+            if (n == (count > 1)) shared.work_empty.arrive();  // what comes next takes a moment to find
             if (n > 0) copy_k(n - 1);
             copy_v(n);
         }
-        number = following;
     }
-    shared.work[queries.at].count = -1;
-    shared.q_full[queries.at].arrive();
-    Queue::leave(queue);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -140,159 +162,210 @@ struct Probabilities {  // P in the dtype of V, as the left operand of products 
     }
 };
 
-// Of one tile of queries, to where the rows of this warp go.
-TW_DEVICE void write_output(const Params& params, const Block& block, Output& o, Softmax& softmax, Shared& shared) {
+// Of 4 x 4 words, one row in each lane of a quad, the columns.
+TW_DEVICE void transpose(Word (&w)[4], int lane) {
+    const bool odd = lane & 1, high = lane & 2;
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+        const Word got = __shfl_xor_sync(0xffffffffu, odd ? w[n] : w[n + 1], 1);
+        (odd ? w[n] : w[n + 1]) = got;
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const Word got = __shfl_xor_sync(0xffffffffu, high ? w[n] : w[n + 2], 2);
+        (high ? w[n] : w[n + 2]) = got;
+    }
+}
+
+// o and lse of the rows of this warp. A quad of lanes has a row, in pairs of numbers, and writes it by 16 bytes each.
+TW_DEVICE void write_output(const Params& params, const Block& block, const Output& o, const Softmax& softmax) {
     // Addresses that depend on the thread alone would otherwise stay in registers from tile to tile.
-    const int thread = as_unknown(static_cast<int>(threadIdx.x)), lane = thread % 32, first = thread / 32 * 16;
-    const int rows = block.rows();
-    const auto staged = [&](int row, int c) {
-        return (kOInQ ? shared.q[0][c / kPanel] : shared.o[c / kPanel]) + Tile<kTileQ, kPanel>::index(row, c % kPanel);
-    };
+    const int thread = as_unknown(static_cast<int>(threadIdx.x)), lane = thread % 32;
+    const int rows = block.rows(), dims = static_cast<int>(block.p.head_dim_v);
+    const abi::Rows& lse = params.call.lse;
+    const abi::Tensor& out = params.call.o;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
+        const int row = thread / 32 * 16 + r * 8 + lane / 4;
         float reference = softmax.reference[r] * softmax.scale, sum = softmax.row_sum(r);
-        const int row = first + r * 8 + lane / 4;
         const float factor = close_row(block, row, reference, sum);
-        const abi::Rows& lse = params.call.lse;
         if (lse.data && lane % 4 == 0 && row < rows) {
             static_cast<float*>(lse.data)[block.site.b * lse.batch + block.h * lse.head + (block.i0 + row) * lse.row] =
                 lse_of(reference, sum);
         }
+        Half* const to = static_cast<Half*>(out.data) + block.site.b * out.batch + block.h * out.head + (block.i0 + row) * out.row;
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-            const float(&x)[4] = o[0][n];
-            *reinterpret_cast<Word*>(staged(row, n * 8 + lane % 4 * 2)) = pack(x[r * 2] * factor, x[r * 2 + 1] * factor);
+        for (int n = 0; n < kColumns / 8; n += 4) {
+            Word words[4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m)
+                words[m] = n + m < kColumns / 8 ? pack(o[0][n + m][2 * r] * factor, o[0][n + m][2 * r + 1] * factor) : 0;
+            transpose(words, lane);
+            const int c = (n + lane % 4) * 8;
+            if (row >= rows || c >= dims) continue;
+            if (params.call.aligned && c + 8 <= dims) {
+                *reinterpret_cast<Chunk*>(to + c) = {{words[0], words[1], words[2], words[3]}};
+            } else {
+#pragma unroll
+                for (int x = 0; x < 8; ++x) {
+                    if (c + x < dims) to[(c + x) * out.dim] = static_cast<Half>(words[x / 2] >> x % 2 * 16);
+                }
+            }
         }
     }
-    __syncwarp();
-    constexpr int kChunks = kColumns / 8;
-    const abi::Tensor& out = params.call.o;
-    Half* const to = static_cast<Half*>(out.data) + block.site.b * out.batch + block.h * out.head + block.i0 * out.row;
-    const int dims = static_cast<int>(block.p.head_dim_v);
-#pragma unroll
-    for (int n = lane; n < 16 * kChunks; n += 32) {
-        const int row = first + n / kChunks, c = n % kChunks * 8;
-        if (row >= rows || c >= dims) continue;
-        const Half* const from = staged(row, c);
-        if (params.call.aligned && c + 8 <= dims) {
-            *reinterpret_cast<Chunk*>(to + row * out.row + c) = *reinterpret_cast<const Chunk*>(from);
-        } else {
-#pragma unroll 1
-            for (int x = 0; x < 8 && c + x < dims; ++x) to[row * out.row + (c + x) * out.dim] = from[x];
-        }
-    }
-    __syncwarp();
 }
 
 TW_DEVICE void consume(const Params& params, Shared& shared) {
     const abi::Problem& p = params.call.problem;
     const int group = __shfl_sync(0xffffffffu, warp_id() / 4, 0);  // the compiler sees that it is the same in all lanes
+    const float scale = kRaw ? static_cast<float>(p.softmax_scale) * kLog2E : kLog2E;
+    Ring<1> works;
     Ring<kQBuffers> queries;
     Ring<kStages> keys, values;
-    const auto release = [](Barrier& barrier) {
+    int i0 = 0, head = 0, j0 = 0, n = 0;  // queries, and the tile of keys that is worked on, the last but n
+    int full_begin = 0, full_end = 0, passes = 0;  // as in Work
+    Scores s;
+    Output o;
+    Probabilities probabilities;
+    Softmax softmax(scale);
+    float factors[kRowsPerThread];
+
+    const auto leave = [](Barrier& barrier) {
         __syncwarp();
         if (lane_id() == 0) barrier.arrive();
     };
-    while (true) {
+    const auto leave_k = [&] { leave(shared.k_empty[keys.at]), keys.advance(); };
+    const auto leave_v = [&] { leave(shared.v_empty[values.at]), values.advance(); };
+    const auto await_k = [&] { shared.k_full[keys.at].wait(keys.phase); };
+    const auto await_v = [&] { shared.v_full[values.at].wait(values.phase); };
+    // Goes to the next tile of queries, if there is one, and to its first tile of keys.
+    const auto enter = [&] {
+        shared.work_full.wait(works.phase);
+        const Work& work = shared.work;
+        const bool more = work.count > 0;
+        if (more) {
+            i0 = work.i0, head = work.head;
+            full_begin = work.rows[group].full_begin, full_end = work.rows[group].full_end;
+            passes = work.rows[group].passes;
+            n = work.count - 1 - passes, j0 = work.first + n * kTileKV;
+        }
+        leave(shared.work_empty), works.advance();
+        return more;
+    };
+    const auto start_scores = [&] {
+        await_k();
+        begin_products();
+        start_score_product(s, by_rows_of(shared.q[queries.at][0] + group * 64 * kPanel, kTileQ),
+                            by_rows_of(shared.k[keys.at][0], kTileKV));
+        commit_products();
+    };
+    const auto start_first_scores = [&] {
+        // One tile may pass: to wait for a third one before the v of the tile before is free would be forever.
+        if (passes) await_k(), leave_k();
         shared.q_full[queries.at].wait(queries.phase);
-        const Work& work = shared.work[queries.at];  // read again where it is needed: registers are for scores
-        if (work.count < 0) break;
-        const int count = work.count;
-        int full_begin, full_end;  // keys that all rows of this warpgroup see
-        {
-            const KeyRange seen = keys_of(block_of(params, work), params.mask, group * 64, group * 64 + 63);
-            full_begin = seen.full_begin, full_end = seen.full_end;
+        start_scores();
+    };
+    const auto start_output = [&] {
+        await_v();
+        begin_products();
+        start_output_product(o, probabilities.words, by_columns_of(shared.v[values.at][0], kTileKV));
+        commit_products();
+    };
+    // From products to P; whether o is to be rescaled.
+    const auto finish_scores = [&] {
+        if constexpr (!kRaw) {
+            const Block block = block_of(params, i0, head);
+            apply_options(s, ScoreContext(p, params.mask, block.site), block, j0);
         }
-        const Operand q = by_rows_of(shared.q[queries.at][0] + group * 64 * kPanel, kTileQ);
-
-        Scores s;
-        Output o;
-        Probabilities probabilities;
-        Softmax softmax(kRaw ? static_cast<float>(p.softmax_scale) * kLog2E : kLog2E);
-        float factors[kRowsPerThread];
+        if (j0 < full_begin || j0 + kTileKV > full_end) {
+            const Block block = block_of(params, i0, head);
+            Word visible[kRowsPerThread][2];
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) o[0][n][e] = 0;
+            for (int r = 0; r < kRowsPerThread; ++r) see_hull(visible[r], block, params.mask, row_of(r), j0);
+            hide(s, visible);
         }
-        const auto start_scores = [&] {
-            shared.k_full[keys.at].wait(keys.phase);
-            begin_products();
-            start_score_product(s, q, by_rows_of(shared.k[keys.at][0], kTileKV));
-            commit_products();
-        };
-        const auto start_output = [&] {
-            shared.v_full[values.at].wait(values.phase);
-            begin_products();
-            start_output_product(o, probabilities.words, by_columns_of(shared.v[values.at][0], kTileKV));
-            commit_products();
-        };
-        // From products to P; whether o is to be rescaled.
-        const auto finish_scores = [&](int n) {
-            const int j0 = work.first + n * kTileKV;
-            if constexpr (!kRaw) {
-                const Block block = block_of(params, work);
-                apply_options(s, ScoreContext(p, params.mask, block.site), block, j0);
-            }
-            if (j0 < full_begin || j0 + kTileKV > full_end) {
-                const Block block = block_of(params, work);
-                Word visible[kRowsPerThread][2];
+        const bool grown = softmax.raise_reference(s, factors);
+        const Shifts shifts = softmax.shifts();
 #pragma unroll
-                for (int r = 0; r < kRowsPerThread; ++r) see_hull(visible[r], block, params.mask, row_of(r), j0);
-                hide(s, visible);
-            }
-            const bool grown = softmax.raise_reference(s, factors);
-            const Shifts shifts = softmax.shifts();
-#pragma unroll
-            for (int f = 0; f < kTileKV / 8; ++f) softmax.exponentiate(s[0][f], shifts, 0);
-            if constexpr (kDropout) {
-                const Block block = block_of(params, work);
-                drop(s, Philox::make(p, block.site), block, j0);
-            }
-            return grown;
-        };
+        for (int f = 0; f < kTileKV / 8; ++f) softmax.exponentiate(s[0][f], shifts, 0);
+        if constexpr (kDropout) {
+            const Block block = block_of(params, i0, head);
+            drop(s, Philox::make(p, block.site), block, j0);
+        }
+        return grown;
+    };
 
-        if (count > 0) {
-            start_scores();
-            wait_for_products<0>();
-            hold(s);
-            release(shared.k_empty[keys.at]);
-            keys.advance();
-            finish_scores(count - 1);
-            probabilities.set(s);
+    const auto clear = [&] {
+#pragma unroll
+        for (int f = 0; f < kColumns / 8; ++f) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) o[0][f][e] = 0;
+        }
+        if (passes) await_v(), leave_v();
+    };
+
+    if (!enter()) return;
+    start_first_scores();
+    clear();
+    wait_for_products<0>();
+    hold(s);
+    leave_k();
+    finish_scores();
+    probabilities.set(s);
+    while (true) {
 #pragma unroll 1
-            for (int n = count - 2; n >= 0; --n) {
-                start_scores();
-                start_output();
-                wait_for_products<1>();
-                hold(s);
-                release(shared.k_empty[keys.at]);
-                keys.advance();
-                const bool grown = finish_scores(n);
-                wait_for_products<0>();
-                hold(o);
-                release(shared.v_empty[values.at]);
-                values.advance();
-                if (grown) Softmax::rescale(o, factors);
-                probabilities.set(s);
-            }
-        }
-        if (count > 0) {
+        for (; n > 0; --n) {
+            j0 -= kTileKV;
+            start_scores();
             start_output();
+            wait_for_products<1>();
+            hold(s);
+            leave_k();
+            const bool grown = finish_scores();
             wait_for_products<0>();
             hold(o);
-            release(shared.v_empty[values.at]);
-            values.advance();
+            leave_v();
+            if (grown) Softmax::rescale(o, factors);
+            probabilities.set(s);
         }
-        const Block block = block_of(params, work);
-        if (!kOInQ) release(shared.q_empty[queries.at]);
-        write_output(params, block, o, softmax, shared);
-        if (kOInQ) {
-            fence_copies();
-            release(shared.q_empty[queries.at]);
+        leave(shared.q_empty[queries.at]), queries.advance();
+        const int i0_before = i0, head_before = head;
+        if (!enter()) break;  // nothing is under way here, or ptxas would wait for all products one by one
+        const auto write = [&](const Softmax& closed) {
+            hold(o);
+            leave_v();
+            write_output(params, block_of(params, i0_before, head_before), o, closed);
+            clear();
+        };
+        if constexpr (kQBuffers > 1) {  // the next q is there already
+            start_first_scores();
+            start_output();
+            wait_for_products<1>();
+            hold(s);
+            leave_k();
+            const Softmax closed = softmax;
+            softmax = Softmax(scale);
+            finish_scores();
+            wait_for_products<0>();
+            probabilities.set(s);
+            write(closed);
+        } else {
+            start_output();
+            start_first_scores();
+            wait_for_products<1>();
+            write(softmax);
+            softmax = Softmax(scale);
+            wait_for_products<0>();
+            hold(s);
+            leave_k();
+            finish_scores();
+            probabilities.set(s);
         }
-        queries.advance();
     }
+    start_output();
+    wait_for_products<0>();
+    hold(o);
+    write_output(params, block_of(params, i0, head), o, softmax);
 }
 
 TW_KERNEL(fwd_sm90, Params, params) {
@@ -301,6 +374,7 @@ TW_KERNEL(fwd_sm90, Params, params) {
     Shared& shared = *reinterpret_cast<Shared*>(aligned);
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumers * 4;
+        shared.work_full.init(1), shared.work_empty.init(kWarps + 1);
         for (int n = 0; n < kQBuffers; ++n) shared.q_full[n].init(1), shared.q_empty[n].init(kWarps);
         for (int n = 0; n < kStages; ++n) {
             shared.k_full[n].init(1), shared.k_empty[n].init(kWarps);
@@ -311,7 +385,8 @@ TW_KERNEL(fwd_sm90, Params, params) {
     __syncthreads();
     if (warp_id() >= kConsumers * 4) {
         give_registers<kProducerRegisters>();
-        if (threadIdx.x == kConsumerThreads) produce(params, shared);
+        if (threadIdx.x == kConsumerThreads) copy(params, shared);
+        if (threadIdx.x == kConsumerThreads + 32) schedule(params, shared);
     } else {
         take_registers<kConsumerRegisters>();
         consume(params, shared);

@@ -32,12 +32,23 @@ struct DLTensor {
 };
 static_assert(sizeof(DLTensor) == 48);
 
+struct DLManagedTensor {  // DLManagedTensorVersioned of the header
+    uint32_t major, minor;
+    void* context;
+    void (*deleter)(DLManagedTensor* self);  // may be null
+    uint64_t flags;
+    DLTensor tensor;
+};
+
 struct ExchangeApi {
     struct {
         uint32_t major, minor;
         void* previous;
     } header;
-    void *allocate, *from_object, *to_object;
+    // A new tensor like the prototype, on the current stream; it takes a function that hears of errors.
+    int (*allocate)(DLTensor* prototype, DLManagedTensor** out, void* context,
+                    void (*set_error)(void* context, const char* kind, const char* message));
+    void *from_object, *to_object;
     int (*tensor_of)(void* object, DLTensor* out);  // no reference is taken; may be null
     int (*current_stream)(int32_t device_type, int32_t device_id, void** stream);
 };
@@ -115,7 +126,7 @@ struct Read {
     tilewise_tensor tensor;
     Device device;
 };
-std::optional<Read> read(nb::handle object) {
+std::optional<Read> read(nb::handle object, bool new_one = false) {
     const PyTypeObject* type = Py_TYPE(object.ptr());
     if (type != torch.tensor && type != torch.parameter) return {};
     DLTensor seen{};
@@ -138,8 +149,8 @@ std::optional<Read> read(nb::handle object) {
     }
     if (!seen.data && !empty) return {};  // a lazy zero
     out.tensor.data = static_cast<char*>(seen.data) + (seen.data ? seen.byte_offset : 0);
-    // The sign of a negated view is not in its memory.
-    if (is_true(nb::steal(PyObject_CallMethodNoArgs(object.ptr(), torch.is_neg)))) return {};
+    // The sign of a negated view is not in its memory. A tensor that was just made is no view.
+    if (!new_one && is_true(nb::steal(PyObject_CallMethodNoArgs(object.ptr(), torch.is_neg)))) return {};
     return out;
 }
 
@@ -210,11 +221,37 @@ nb::object allocate(tilewise_tensor& what, const Beside& beside) {
         tensor = nb::steal(PyObject_Vectorcall(torch.empty_strided, arguments, 2, torch.names));
     }
     if (!tensor.is_valid()) throw nb::python_error();
-    const std::optional<Read> seen = read(tensor);
+    const std::optional<Read> seen = read(tensor, true);
     if (!seen) return {};  // a mode of torch gave something else
     what.data = seen->tensor.data;
     return tensor;
 }
+
+// Memory of torch's that no Python object stands for, which would take longer to make than the memory. It may be
+// released as soon as the work is queued: whoever gets it next on this stream comes later.
+class Scratch {
+public:
+    Scratch() = default;
+    // data() is null if there is none to be had in this way.
+    Scratch(size_t bytes, Device device) {
+        const int64_t shape = static_cast<int64_t>(bytes);
+        DLTensor prototype{nullptr, device.type, device.index, 1, 1, 8, 1, &shape, nullptr, 0};  // of uint8
+        DLManagedTensor* made = nullptr;
+        const auto ignore = [](void*, const char*, const char*) {};
+        if (torch.api->allocate && torch.api->allocate(&prototype, &made, nullptr, ignore) == 0) managed_.reset(made);
+    }
+    [[nodiscard]] void* data() const {
+        return managed_ ? static_cast<char*>(managed_->tensor.data) + managed_->tensor.byte_offset : nullptr;
+    }
+
+private:
+    struct Release {
+        void operator()(DLManagedTensor* tensor) const {
+            if (tensor->deleter) tensor->deleter(tensor);
+        }
+    };
+    std::unique_ptr<DLManagedTensor, Release> managed_;
+};
 
 void fill_row_major(tilewise_tensor& what) {
     int64_t stride = 1;
@@ -290,8 +327,8 @@ public:
             sums = lse.is_none() ? allocate(args.lse, beside) : given(lse, place, args.lse);
             if (!sums.is_valid()) return nb::none();
         }
-        const bool done = run(raw, false, place, q, workspace, [&](const Plan* plan, const Scratch& scratch) {
-            return plan ? tilewise_plan_forward(plan->raw, &raw, &args, scratch.data, scratch.bytes, scratch.stream)
+        const bool done = run(raw, false, place, q, workspace, [&](const Plan* plan, const Where& where) {
+            return plan ? tilewise_plan_forward(plan->raw, &raw, &args, where.workspace, where.bytes, where.stream)
                         : tilewise_forward(&raw, &args);
         });
         if (!done) return nb::none();
@@ -321,8 +358,8 @@ public:
         const nb::object dq = gradient(want_dq, {q, raw.q}, args.dq), dk = gradient(want_dk, {k, raw.k}, args.dk),
                          dv = gradient(want_dv, {v, raw.v}, args.dv);
         if (!dq.is_valid() || !dk.is_valid() || !dv.is_valid()) return nb::none();
-        run(raw, true, place, q, nb::none(), [&](const Plan* plan, const Scratch& scratch) {
-            return plan ? tilewise_plan_backward(plan->raw, &raw, &args, scratch.data, scratch.bytes, scratch.stream)
+        run(raw, true, place, q, nb::none(), [&](const Plan* plan, const Where& where) {
+            return plan ? tilewise_plan_backward(plan->raw, &raw, &args, where.workspace, where.bytes, where.stream)
                         : tilewise_backward(&raw, &args);
         });
         return nb::make_tuple(dq, dk, dv);
@@ -336,8 +373,8 @@ private:
         std::shared_ptr<Plan> plan;
         size_t bytes = 0;  // of workspace
     };
-    struct Scratch {
-        void* data = nullptr;
+    struct Where {  // a run works
+        void* workspace = nullptr;
         size_t bytes = 0;
         void* stream = nullptr;
     };
@@ -392,15 +429,16 @@ private:
         return found;
     }
 
-    // Calls work(plan, scratch) without the GIL. False: the workspace needs the general way, which says what is wrong.
+    // Calls work(plan, where) without the GIL. False: the workspace needs the general way, which says what is wrong.
     template <class Work>
     bool run(const tilewise_problem& raw, bool backward, Device place, nb::handle q, nb::handle workspace,
              const Work& work) {
         if (!plan_ && !place.cuda()) {
-            run_without_gil([&] { return work(nullptr, Scratch{}); });
+            run_without_gil([&] { return work(nullptr, Where{}); });
             return true;
         }
         const auto [plan, bytes] = plan_for(raw, backward, place);
+        Where where;
         Scratch scratch;
         nb::object memory;
         std::unique_ptr<void, decltype(&std::free)> own{nullptr, &std::free};
@@ -409,28 +447,31 @@ private:
             static constexpr size_t kSizes[] = {0, 8, 4, 2, 2, 8, 4, 2, 1, 1, 1, 4};
             if (!seen || seen->device != place || wants_gradient(workspace) || !is_contiguous(seen->tensor))
                 return false;
-            scratch.bytes = kSizes[seen->tensor.dtype];
-            for (int32_t d = 0; d < seen->tensor.rank; ++d) scratch.bytes *= static_cast<size_t>(seen->tensor.shape[d]);
-            scratch.data = seen->tensor.data;
-            if (reinterpret_cast<uintptr_t>(scratch.data) % 64 != 0 || scratch.bytes < plan->workspace_bytes())
+            where.bytes = kSizes[seen->tensor.dtype];
+            for (int32_t d = 0; d < seen->tensor.rank; ++d) where.bytes *= static_cast<size_t>(seen->tensor.shape[d]);
+            where.workspace = seen->tensor.data;
+            if (reinterpret_cast<uintptr_t>(where.workspace) % 64 != 0 || where.bytes < plan->workspace_bytes())
                 return false;
         } else if (bytes > 0 && place.cuda()) {
-            // It may be released as soon as the work is queued: whoever gets it next on this stream comes later.
-            tilewise_tensor bytes_of{};
-            bytes_of.dtype = TILEWISE_UINT8, bytes_of.rank = 1;
-            bytes_of.shape[0] = static_cast<int64_t>(bytes), bytes_of.strides[0] = 1;
-            memory = allocate(bytes_of, {q, raw.q});
-            if (!memory.is_valid()) return false;
-            scratch.data = bytes_of.data, scratch.bytes = bytes;
+            scratch = Scratch(bytes, place);
+            where.workspace = scratch.data(), where.bytes = bytes;
+            if (where.workspace == nullptr) {  // torch's own function raises what torch's users expect
+                tilewise_tensor bytes_of{};
+                bytes_of.dtype = TILEWISE_UINT8, bytes_of.rank = 1;
+                bytes_of.shape[0] = static_cast<int64_t>(bytes), bytes_of.strides[0] = 1;
+                memory = allocate(bytes_of, {q, raw.q});
+                if (!memory.is_valid()) return false;
+                where.workspace = bytes_of.data;
+            }
         } else if (bytes > 0) {
-            scratch.bytes = (bytes + 63) / 64 * 64;
-            own.reset(std::aligned_alloc(64, scratch.bytes));
+            where.bytes = (bytes + 63) / 64 * 64;
+            own.reset(std::aligned_alloc(64, where.bytes));
             if (!own) throw std::bad_alloc();
-            scratch.data = own.get();
+            where.workspace = own.get();
         }
-        if (place.cuda() && torch.api->current_stream(place.type, place.index, &scratch.stream) != 0)
+        if (place.cuda() && torch.api->current_stream(place.type, place.index, &where.stream) != 0)
             throw nb::python_error();
-        run_without_gil([&] { return work(plan.get(), scratch); });
+        run_without_gil([&] { return work(plan.get(), where); });
         return true;
     }
 

@@ -49,7 +49,7 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
 _is_compiling: Final = torch.compiler.is_compiling
 _modes: Final = torch._C._len_torch_dispatch_stack
 _transforms: Final = torch._C._are_functorch_transforms_active
-_deterministic: Final = torch.are_deterministic_algorithms_enabled
+_deterministic: Final = torch._C._get_deterministic_algorithms
 _grad_enabled: Final = torch.is_grad_enabled
 _forward_ad: Final = torch.autograd.forward_ad
 

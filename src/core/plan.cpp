@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <optional>
+#include <mutex>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 namespace tilewise::core {
 namespace {
@@ -97,23 +99,91 @@ void check_size(const Args& args, const char* what) {
     }
 }
 
-// Everything of a problem that a workspace can depend on, but for what is behind pointers: of addresses only how they
-// are aligned remains. With arrays it depends on more.
-std::optional<tilewise_problem> memo_of(const tilewise_problem& raw) {
-    if (raw.num_arrays > 0 || raw.num_scalars > 0) return {};
-    tilewise_problem memo;
-    std::memcpy(static_cast<void*>(&memo), &raw, sizeof memo);  // gaps between fields included: they are compared too
-    for (tilewise_tensor* tensor : {&memo.q, &memo.k, &memo.v, &memo.bias, &memo.alibi_slopes, &memo.sinks,
-                                    &memo.cu_seqlens_q, &memo.cu_seqlens_kv, &memo.seqused_q, &memo.seqused_kv,
-                                    &memo.leftpad_kv, &memo.q_offset, &memo.seed_offset}) {
-        tensor->data =  // NOLINTNEXTLINE(performance-no-int-to-ptr): it is compared, never followed
-            reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tensor->data) % 256);
-    }
-    memo.seed = memo.offset = 0;
-    return memo;
+// The address of a tensor as far as decisions depend on it: how it is aligned, and whether there is one.
+void* alignment_of(const void* data) {
+    // NOLINTNEXTLINE(performance-no-int-to-ptr): it is compared, never followed
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) % 256 + (data == nullptr ? 256 : 0));
 }
 
 }  // namespace
+
+// Runs tend to repeat, with other addresses, seeds and values behind pointers. What was checked and decided for one is
+// kept for the next: doing it again would take longer than the launch of a kernel.
+struct Plan::Run {
+    tilewise_problem raw{};  // with alignments for addresses, and without seeds and texts
+    std::array<std::string, 3> texts;
+    Problem problem;
+    size_t need = 0;                   // of workspace
+    bool repeats = false;              // worth keeping
+    std::shared_ptr<const void> kept;  // by the implementation
+
+    // What makes two problems one, apart from texts. Compared as bytes: equal ones are equal problems; the reverse does
+    // not hold, and need not.
+    static void key_of(const tilewise_problem& problem, tilewise_problem& key) {
+        std::memcpy(static_cast<void*>(&key), &problem, sizeof key);  // gaps between fields included
+        for (tilewise_tensor* tensor :
+             {&key.q, &key.k, &key.v, &key.bias, &key.alibi_slopes, &key.sinks, &key.cu_seqlens_q, &key.cu_seqlens_kv,
+              &key.seqused_q, &key.seqused_kv, &key.leftpad_kv, &key.q_offset, &key.seed_offset}) {
+            tensor->data = alignment_of(tensor->data);
+        }
+        key.mask = key.score_mod = key.backend = nullptr;
+        key.seed = key.offset = 0;
+    }
+    static std::array<std::string_view, 3> texts_of(const tilewise_problem& problem) {
+        const auto text = [](const char* t) { return std::string_view(t ? t : ""); };
+        return {text(problem.mask), text(problem.score_mod), text(problem.backend)};
+    }
+
+    [[nodiscard]] bool is_of(const tilewise_problem& key, const std::array<std::string_view, 3>& other_texts) const {
+        // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
+        return std::memcmp(&raw, &key, sizeof key) == 0 &&
+               std::equal(texts.begin(), texts.end(), other_texts.begin(), other_texts.end());
+    }
+    void move_to(const tilewise_problem& now) {
+        problem.q.data = now.q.data, problem.k.data = now.k.data, problem.v.data = now.v.data;
+        problem.bias.data = now.bias.data;
+        problem.alibi_slopes.data = now.alibi_slopes.data, problem.sinks.data = now.sinks.data;
+        problem.cu_seqlens_q.data = now.cu_seqlens_q.data, problem.cu_seqlens_kv.data = now.cu_seqlens_kv.data;
+        problem.seqused_q.data = now.seqused_q.data, problem.seqused_kv.data = now.seqused_kv.data;
+        problem.leftpad_kv.data = now.leftpad_kv.data, problem.q_offsets.data = now.q_offset.data;
+        problem.seed_offset.data = now.seed_offset.data;
+        problem.seed = now.seed, problem.offset = now.offset;
+        problem.validate = wants_validation(now);
+    }
+};
+
+// A run takes its problem out and gives it back, so that it has it alone: runs of the same problem at the same time
+// find nothing and decide for themselves.
+class Plan::Runs {
+public:
+    std::unique_ptr<Run> take(const tilewise_problem& problem) {
+        tilewise_problem key;
+        Run::key_of(problem, key);
+        const auto texts = Run::texts_of(problem);
+        const std::lock_guard lock(mutex_);
+        for (size_t n = idle_.size(); n-- > 0;) {  // the latest first
+            if (!idle_[n]->is_of(key, texts)) continue;
+            std::unique_ptr<Run> run = std::move(idle_[n]);
+            idle_.erase(idle_.begin() + static_cast<std::ptrdiff_t>(n));
+            return run;
+        }
+        return nullptr;
+    }
+    void give_back(std::unique_ptr<Run> run) {
+        std::unique_ptr<Run> oldest;  // destroyed after the lock is open again
+        const std::lock_guard lock(mutex_);
+        if (idle_.size() >= kMost) {
+            oldest = std::move(idle_.front());
+            idle_.erase(idle_.begin());
+        }
+        idle_.push_back(std::move(run));
+    }
+
+private:
+    static constexpr size_t kMost = 8;
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Run>> idle_;
+};
 
 Plan::Plan(const tilewise_problem& problem, Pass pass) : pass_(pass) {
     check_size(problem, "problem");
@@ -122,6 +192,7 @@ Plan::Plan(const tilewise_problem& problem, Pass pass) : pass_(pass) {
     problem_ = make_problem(problem, has_data);
     choice_ = choose_or_refuse(problem_, pass);
     workspace_bytes_ = choice_.implementation->workspace_bytes(problem_, pass);
+    runs_ = std::make_shared<Runs>();
 }
 
 std::string Plan::explain() const {
@@ -135,7 +206,6 @@ std::string Plan::explain() const {
 }
 
 Problem Plan::checked_problem(const tilewise_problem& raw) const {
-    check_size(raw, "problem");
     Problem problem = make_problem(raw);
     if (const Identity now(problem), planned(problem_); !(now == planned)) {
         refuse("problem", now.text(), "what the plan was made for: " + planned.text(), "Make another plan.");
@@ -143,58 +213,60 @@ Problem Plan::checked_problem(const tilewise_problem& raw) const {
     return problem;
 }
 
-size_t Plan::need(const tilewise_problem& raw, const Problem& problem) const {
-    const auto memo = memo_of(raw);
-    if (!memo || !problem.device.is_cuda())  // on the CPU it also depends on the number of threads
-        return choice_.implementation->workspace_bytes(problem, pass_);
-    {
-        const std::lock_guard lock(last_->mutex);
-        // Equal bytes are equal problems; the reverse does not hold, and need not.
-        // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
-        if (std::memcmp(&last_->problem, &*memo, sizeof *memo) == 0) return last_->need;
-    }
-    const size_t bytes = choice_.implementation->workspace_bytes(problem, pass_);
-    const std::lock_guard lock(last_->mutex);
-    std::memcpy(static_cast<void*>(&last_->problem), &*memo, sizeof *memo);
-    last_->need = bytes;
-    return bytes;
-}
-
 size_t Plan::workspace_bytes_for(const tilewise_problem& raw) const {
+    check_size(raw, "problem");
     return choice_.implementation->workspace_bytes(checked_problem(raw), pass_);
 }
 
-Problem Plan::problem_to_run(const tilewise_problem& raw, Pass pass, Workspace workspace) const {
+std::unique_ptr<Plan::Run> Plan::run_of(const tilewise_problem& raw, Pass pass, Workspace& workspace) const {
     if (pass != pass_) {
         refuse("plan", pass_ == Pass::forward ? "a forward plan" : "a backward plan",
                pass == Pass::forward ? "a forward plan" : "a backward plan");
     }
-    Problem problem = checked_problem(raw);
-    if (!problem.device.is_cuda() && workspace.stream != nullptr) {
+    check_size(raw, "problem");
+    // On the CPU lengths are read and the number of threads counts; arrays have shapes of their own.
+    const bool repeats = raw.device_type == TILEWISE_CUDA && raw.num_arrays == 0 && raw.num_scalars == 0;
+    std::unique_ptr<Run> run = repeats ? runs_->take(raw) : nullptr;
+    if (run) {
+        run->move_to(raw);
+    } else {
+        run = std::make_unique<Run>();
+        run->problem = checked_problem(raw);
+        run->need = choice_.implementation->workspace_bytes(run->problem, pass_);
+        if (repeats) {
+            Run::key_of(raw, run->raw);
+            const auto texts = Run::texts_of(raw);
+            std::copy(texts.begin(), texts.end(), run->texts.begin());
+            run->repeats = true;
+        }
+    }
+    if (!run->problem.device.is_cuda() && workspace.stream != nullptr) {
         refuse("stream", "a stream", "NULL: this plan runs on the CPU");
     }
-    const size_t need = this->need(raw, problem);
-    if (need > 0 && reinterpret_cast<uintptr_t>(workspace.data) % kAlignment != 0) {
+    if (run->need > 0 && reinterpret_cast<uintptr_t>(workspace.data) % kAlignment != 0) {
         refuse("workspace", "an address that is not a multiple of 64", "64-byte alignment");
     }
-    if (workspace.bytes < need || (need > 0 && workspace.data == nullptr)) {
+    if (workspace.bytes < run->need || (run->need > 0 && workspace.data == nullptr)) {
         refuse("workspace", workspace.data ? std::to_string(workspace.bytes) + " bytes" : "a null pointer",
-               "at least " + std::to_string(need) + " bytes for these lengths",
+               "at least " + std::to_string(run->need) + " bytes for these lengths",
                "Make the plan with the largest batch and lengths it will see.");
     }
-    return problem;
+    if (run->repeats) workspace.kept = &run->kept;
+    return run;
 }
 
 void Plan::forward(const tilewise_problem& raw, const tilewise_forward_args& args, Workspace workspace) const {
     check_size(args, "args");
-    const Problem problem = problem_to_run(raw, Pass::forward, workspace);
-    choice_.implementation->forward(problem, make_forward_args(problem, raw, args), workspace);
+    std::unique_ptr<Run> run = run_of(raw, Pass::forward, workspace);
+    choice_.implementation->forward(run->problem, make_forward_args(run->problem, raw, args), workspace);
+    if (run->repeats) runs_->give_back(std::move(run));
 }
 
 void Plan::backward(const tilewise_problem& raw, const tilewise_backward_args& args, Workspace workspace) const {
     check_size(args, "args");
-    const Problem problem = problem_to_run(raw, Pass::backward, workspace);
-    choice_.implementation->backward(problem, make_backward_args(problem, raw, args), workspace);
+    std::unique_ptr<Run> run = run_of(raw, Pass::backward, workspace);
+    choice_.implementation->backward(run->problem, make_backward_args(run->problem, raw, args), workspace);
+    if (run->repeats) runs_->give_back(std::move(run));
 }
 
 void forward(const tilewise_problem& raw, const tilewise_forward_args& args) {

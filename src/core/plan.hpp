@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "registry.hpp"
@@ -24,23 +23,17 @@ public:
     void backward(const tilewise_problem& problem, const tilewise_backward_args& args, Workspace workspace) const;
 
 private:
+    struct Run;  // one problem, checked and decided
+    class Runs;  // the latest of them
+    // Throws Error if the problem does not fit the plan, or the workspace the problem.
+    [[nodiscard]] std::unique_ptr<Run> run_of(const tilewise_problem& problem, Pass pass, Workspace& workspace) const;
     [[nodiscard]] Problem checked_problem(const tilewise_problem& problem) const;
-    [[nodiscard]] Problem problem_to_run(const tilewise_problem& problem, Pass pass, Workspace workspace) const;
-    [[nodiscard]] size_t need(const tilewise_problem& raw, const Problem& problem) const;
 
     Problem problem_;
     Pass pass_;
     Choice choice_;
     size_t workspace_bytes_ = 0;
-
-    // The workspace of the last run, and what it depends on. Runs tend to repeat, and working it out takes a quarter of
-    // the host's time.
-    struct Last {
-        std::mutex mutex;
-        tilewise_problem problem{};
-        size_t need = 0;
-    };
-    std::unique_ptr<Last> last_ = std::make_unique<Last>();
+    std::shared_ptr<Runs> runs_;
 };
 
 // Allocates the workspace and runs.

@@ -141,16 +141,22 @@ struct Extent {
     const char* first;
     const char* last;
 };
-Extent extent_of(const Array& array) {
-    const int64_t width = size_of(array.dtype);
+Extent extent_of(const void* data, DType dtype, int32_t rank, const int64_t* shape, const int64_t* stride) {
+    const int64_t width = size_of(dtype);
     int64_t low = 0, high = 0;
-    for (int d = 0; d < array.rank; ++d) {
-        if (array.shape[d] == 0) return {nullptr, nullptr};
-        const int64_t reach = (array.shape[d] - 1) * array.stride[d];
+    for (int d = 0; d < rank; ++d) {
+        if (shape[d] == 0) return {nullptr, nullptr};
+        const int64_t reach = (shape[d] - 1) * stride[d];
         (reach < 0 ? low : high) += reach;
     }
-    const char* base = static_cast<const char*>(array.data);
+    const char* base = static_cast<const char*>(data);
     return {base + low * width, base + high * width + width};
+}
+Extent extent_of(const Array& array) {
+    return extent_of(array.data, array.dtype, array.rank, array.shape.data(), array.stride.data());
+}
+bool apart(Extent a, Extent b) {
+    return a.first == a.last || b.first == b.last || a.last <= b.first || b.last <= a.first;
 }
 
 // Slots of one fused buffer (q, k, v, o side by side in each row) interleave without sharing an element. Try every
@@ -189,9 +195,7 @@ bool interleaved_apart(const Array& a, const Array& b) {
 void refuse_overlap(const Array& output, const char* output_name, const Array& input, const char* input_name,
                     const char* kind = "input") {
     if (!output || !input) return;
-    const Extent o = extent_of(output), i = extent_of(input);
-    if (o.first == o.last || i.first == i.last || o.last <= i.first || i.last <= o.first) return;
-    if (interleaved_apart(output, input)) return;
+    if (apart(extent_of(output), extent_of(input)) || interleaved_apart(output, input)) return;
     refuse(output_name, std::string("memory shared with the ") + kind + " " + input_name, "memory of its own",
            "Give another output tensor.");
 }
@@ -209,8 +213,12 @@ void require_distinct(const Array& output, const char* argument) {
 void refuse_overlap_with_inputs(const Array& output, const char* argument, const tilewise_problem& raw) {
     if (!output) return;
     require_distinct(output, argument);
+    const Extent mine = extent_of(output);
     const auto against = [&](const tilewise_tensor& tensor, const char* input) {
         if (tensor.dtype == TILEWISE_NONE) return;
+        if (apart(mine, extent_of(tensor.data, static_cast<DType>(tensor.dtype), tensor.rank, tensor.shape,
+                                  tensor.strides)))  // as nearly always: the problem was checked before
+            return;
         refuse_overlap(output, argument, make_array(tensor, input), input);
     };
     against(raw.q, "q"), against(raw.k, "k"), against(raw.v, "v");
@@ -231,8 +239,7 @@ void require_shape(const Array& array, const char* argument, const Array& like, 
 }
 
 // o, its gradient, or the gradients of q, k, v.
-Tensor4 view_like(const tilewise_tensor& tensor, const char* argument, const Problem& p, bool query_side, int64_t dim) {
-    const Array array = make_array(tensor, argument);
+Tensor4 view_like(const Array& array, const char* argument, const Problem& p, bool query_side, int64_t dim) {
     if (!array) return {};
     const bool packed = query_side ? p.packed_q : p.packed_kv;
     const Axes axes = axes_of(array, argument, packed, p.layout);
@@ -266,8 +273,9 @@ Array make_array(const tilewise_tensor& tensor, const char* argument) {
     int64_t elements = 1;
     for (int d = 0; d < tensor.rank; ++d) {
         if (tensor.shape[d] < 0) refuse(argument, "extent " + std::to_string(tensor.shape[d]), "extents >= 0");
-        // Extents far beyond any memory would overflow the products that follow.
-        if (tensor.shape[d] > 0 && elements > (int64_t{1} << 60) / tensor.shape[d]) {
+        // Extents far beyond any memory would overflow the products that follow. In floating point, since every run
+        // asks for dozens of arrays, and divisions would take a third of its time.
+        if (static_cast<double>(elements) * static_cast<double>(tensor.shape[d]) > 0x1p60) {
             refuse(argument, "more than 2^60 elements", "extents that address memory");
         }
         elements *= tensor.shape[d];
@@ -333,6 +341,8 @@ void read_lengths(Problem& p) {
         p.max_seqlen_kv = std::max(p.max_seqlen_kv, s.kv_len);
     }
 }
+
+bool wants_validation(const tilewise_problem& raw) { return raw.validate != 0 || env("TILEWISE_VALIDATE") == "1"; }
 
 Problem make_problem(const tilewise_problem& raw, bool with_data) {
     if (raw.abi_version != TILEWISE_ABI_VERSION) {
@@ -500,7 +510,7 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
             p.seed_offset = {};
         }
     }
-    p.validate = raw.validate != 0 || env("TILEWISE_VALIDATE") == "1";
+    p.validate = wants_validation(raw);
     p.deterministic = raw.deterministic != 0;
     p.batch_invariant = raw.batch_invariant != 0;
     p.backend = raw.backend ? raw.backend : "";
@@ -558,29 +568,30 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
 
 ForwardArgs make_forward_args(const Problem& problem, const tilewise_problem& raw, const tilewise_forward_args& args) {
     ForwardArgs out;
-    out.o = view_like(args.o, "o", problem, true, problem.head_dim_v);
+    const Array o = make_array(args.o, "o"), lse = make_array(args.lse, "lse");
+    out.o = view_like(o, "o", problem, true, problem.head_dim_v);
     if (!out.o) refuse("o", "nothing", "the output tensor");
-    require_data(make_array(args.o, "o"), "o");
+    require_data(o, "o");
     out.lse = view_lse(args.lse, "lse", problem);
-    require_data(make_array(args.lse, "lse"), "lse");
-    refuse_overlap_with_inputs(make_array(args.o, "o"), "o", raw);
-    refuse_overlap_with_inputs(make_array(args.lse, "lse"), "lse", raw);
-    refuse_overlap(make_array(args.lse, "lse"), "lse", make_array(args.o, "o"), "o", "output");
+    require_data(lse, "lse");
+    refuse_overlap_with_inputs(o, "o", raw);
+    refuse_overlap_with_inputs(lse, "lse", raw);
+    refuse_overlap(lse, "lse", o, "o", "output");
     return out;
 }
 
 BackwardArgs make_backward_args(const Problem& p, const tilewise_problem& raw, const tilewise_backward_args& args) {
     BackwardArgs out;
-    out.d_o = view_like(args.d_o, "do", p, true, p.head_dim_v);
-    out.o = view_like(args.o, "o", p, true, p.head_dim_v);
+    out.d_o = view_like(make_array(args.d_o, "do"), "do", p, true, p.head_dim_v);
+    out.o = view_like(make_array(args.o, "o"), "o", p, true, p.head_dim_v);
     out.lse = view_lse(args.lse, "lse", p);
     out.dlse = view_lse(args.dlse, "dlse", p);
     if (!out.d_o) refuse("do", "nothing", "the gradient of o");
     if (!out.o) refuse("o", "nothing", "the output of the forward pass");
     if (!out.lse) refuse("lse", "nothing", "the lse of the forward pass");
-    out.dq = view_like(args.dq, "dq", p, true, p.head_dim_qk);
-    out.dk = view_like(args.dk, "dk", p, false, p.head_dim_qk);
-    out.dv = view_like(args.dv, "dv", p, false, p.head_dim_v);
+    out.dq = view_like(make_array(args.dq, "dq"), "dq", p, true, p.head_dim_qk);
+    out.dk = view_like(make_array(args.dk, "dk"), "dk", p, false, p.head_dim_qk);
+    out.dv = view_like(make_array(args.dv, "dv"), "dv", p, false, p.head_dim_v);
     const Array dbias = make_array(args.dbias, "dbias");
     if (dbias) {
         if (!p.bias) refuse("dbias", "a tensor", "nothing, since there is no bias");

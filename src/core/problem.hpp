@@ -138,6 +138,7 @@ enum class Pass : int32_t { forward = 0, backward = 1 };
 // All throw Error. `with_data` = false: pointers may be null and lengths held in arrays are not read. (Nor are those in
 // device memory.)
 Problem make_problem(const tilewise_problem& problem, bool with_data = true);
+bool wants_validation(const tilewise_problem& problem);
 void read_lengths(Problem& problem);  // fills `sequences` and max_seqlen_* from the arrays, which are in host memory
 ForwardArgs make_forward_args(const Problem& problem, const tilewise_problem& raw, const tilewise_forward_args& args);
 BackwardArgs make_backward_args(const Problem& problem, const tilewise_problem& raw,

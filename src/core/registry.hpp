@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,6 +17,9 @@ struct Workspace {
     void* data = nullptr;  // in the memory of the problem's device, 64-byte aligned; undefined contents
     size_t bytes = 0;
     void* stream = nullptr;  // CUstream that the work is queued on; nothing on the CPU
+    // Where an implementation may keep what it decided: it finds it there when the problem comes again with other
+    // addresses (of the same alignment to 256 bytes), seeds and values behind pointers. Null: nothing is kept.
+    std::shared_ptr<const void>* kept = nullptr;
 };
 
 struct Implementation {

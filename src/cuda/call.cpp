@@ -16,6 +16,7 @@ using core::Problem;
 
 namespace {
 
+constexpr const char *kPrepare = "prepare.cu", *kSummaries = "summaries.cu";
 constexpr int kThreads = 256;
 constexpr int64_t kSummary = 64;  // as in mask.cuh
 
@@ -202,12 +203,26 @@ int64_t Call::tiles(bool packed, int64_t rows, int64_t tile) const {
     return packed ? rows / tile + p_.batch : p_.batch * ceil_div(rows, tile);
 }
 
+std::vector<std::function<void()>> Call::loads() const {
+    std::vector<std::function<void()>> all;
+    const auto add = [&](const char* file, const char* entry) {
+        all.emplace_back([device = p_.device.index, file, entry] { plain_function(device, file, entry); });
+    };
+    if (problem_.sequences) add(kPrepare, "prepare_sequences");
+    const auto used = [](const auto& summary) { return summary != nullptr; };
+    if (std::any_of(masks_.begin(), masks_.end(), [&](const abi::MaskArray& a) { return used(a.summary); }) ||
+        std::any_of(gather_summaries_.begin(), gather_summaries_.end(),
+                    [&](const abi::GatherSummary& g) { return used(g.data); }))
+        add(kSummaries, "summarise_tokens");
+    return all;
+}
+
 void Call::prepare(void* stream) const {
     const int device = p_.device.index;
     LaunchConfig config;
     config.block = {kThreads, 1, 1};
     config.stream = stream;
-    if (problem_.sequences) launch(plain_function(device, "prepare.cu", "prepare_sequences"), config, problem_);
+    if (problem_.sequences) launch(plain_function(device, kPrepare, "prepare_sequences"), config, problem_);
     for (size_t n = 0; n < masks_.size(); ++n) {
         const abi::MaskArray& array = masks_[n];
         if (array.summary == nullptr) continue;
@@ -218,17 +233,17 @@ void Call::prepare(void* stream) const {
         switch (mask_.operands[n].role) {
             case jit::MaskRole::dense:
                 config.grid.x = blocks_for(blocks * ceil_div(array.columns, kSummary), 1);
-                launch(plain_function(device, "summaries.cu", "summarise_dense"), config, params);
+                launch(plain_function(device, kSummaries, "summarise_dense"), config, params);
                 break;
             case jit::MaskRole::intervals:
                 params.numbers = array.columns, params.causal = mask_.operands[n].causal;
                 config.grid.x = blocks_for(blocks, kThreads);
-                launch(plain_function(device, "summaries.cu", "summarise_intervals"), config, params);
+                launch(plain_function(device, kSummaries, "summarise_intervals"), config, params);
                 break;
             default:
                 params.as_bool = mask_.operands[n].role == jit::MaskRole::key_padding;
                 config.grid.x = blocks_for(blocks, kThreads);
-                launch(plain_function(device, "summaries.cu", "summarise_tokens"), config, params);
+                launch(plain_function(device, kSummaries, "summarise_tokens"), config, params);
         }
     }
     for (size_t k = 0; k < gather_summaries_.size(); ++k) {
@@ -239,7 +254,7 @@ void Call::prepare(void* stream) const {
         params.dtype = static_cast<int64_t>(p_.arrays[k].dtype);
         params.rank = p_.arrays[k].rank;
         config.grid.x = blocks_for(ceil_div(p_.arrays[k].size(), kSummary), kThreads);
-        launch(plain_function(device, "summaries.cu", "summarise_captured"), config, params);
+        launch(plain_function(device, kSummaries, "summarise_captured"), config, params);
     }
 }
 
@@ -252,7 +267,7 @@ void Call::clear_rows(const abi::Tensor& tensor, const abi::Rows& lse, int64_t h
     config.block = {kThreads, 1, 1};
     config.grid.x = blocks_for((query_side ? p_.q_rows : p_.kv_rows) * (packed ? 1 : p_.batch), kThreads / 32);
     config.stream = stream;
-    launch(plain_function(p_.device.index, "prepare.cu", "clear_rows"), config, params);
+    launch(plain_function(p_.device.index, kPrepare, "clear_rows"), config, params);
 }
 
 void validate_lengths(const Problem& problem, void* stream) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,7 +51,8 @@ public:
     [[nodiscard]] int64_t q_tiles() const { return tiles(p_.packed_q, p_.q_rows, problem_.q_tile); }
     [[nodiscard]] int64_t kv_tiles() const { return tiles(p_.packed_kv, p_.kv_rows, problem_.kv_tile); }
 
-    [[nodiscard]] bool needs_preparation() const { return problem_.sequences != nullptr || !masks_.empty(); }
+    // What loads the kernels of prepare() and clear_rows(), for side_by_side().
+    [[nodiscard]] std::vector<std::function<void()>> loads() const;
     void prepare(void* stream) const;  // launches
     // Zeroes the rows that belong to no sequence; sets lse to -inf there.
     void clear_rows(const abi::Tensor& tensor, const abi::Rows& lse, int64_t heads, int64_t dims, bool query_side,

@@ -1,8 +1,9 @@
 // fwd_mma on the host: which kernel a problem needs, how its keys are split over blocks, and what joins the splits.
 #include "mma.hpp"
 
-#include <future>
+#include <functional>
 #include <optional>
+#include <vector>
 
 #include "call.hpp"
 #include "core/summary.hpp"
@@ -74,57 +75,78 @@ std::string explain(const Problem& p, Pass pass) {
            "\n  splits of the keys: " + std::to_string(decision->splits) + "\n";
 }
 
+// What a run does, apart from its arguments.
+struct Decision {
+    std::shared_ptr<const Program> program;
+    jit::MmaForwardLayout layout;
+    const Function *main = nullptr, *combine = nullptr;  // combine: with more than one split
+};
+
+std::shared_ptr<const Decision> make_decision(const Problem& p, Workspace workspace) {
+    auto made = std::make_shared<Decision>();
+    made->program = program_of(p, Pass::forward);
+    made->layout = decide(p, *made->program).value();
+    const jit::MmaForwardSpec& spec = made->layout.spec;
+    const auto main = [&]() -> const Function& {
+        return kernel(p, *made->program, "fwd_mma.cu", "fwd_mma", spec, spec.constants());
+    };
+    const auto combine = [&]() -> const Function& { return plain_function(p.device.index, "combine.cu", "combine"); };
+    const bool joins = made->layout.splits > 1;
+    if (made->program->first_time("fwd_mma" + jit::text_of(spec, spec.constants()))) {
+        Arena arena(workspace.data);
+        const Call call(p, made->program->mask, arena);
+        std::vector<std::function<void()>> loads = call.loads();
+        loads.emplace_back(main);
+        if (joins) loads.emplace_back(combine);
+        side_by_side(loads);
+    }
+    made->main = &main();
+    if (joins) made->combine = &combine();
+    if (workspace.kept != nullptr) *workspace.kept = made;
+    return made;
+}
+
 void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
     const DeviceGuard guard(p.device.index);
     void* const stream = workspace.stream;
     if (p.validate) validate_lengths(p, stream);
-    const auto program = program_of(p, Pass::forward);
-    const jit::MmaForwardLayout decision = decide(p, *program).value();
-    const jit::MmaForwardSpec& spec = decision.spec;
+    if (p.num_heads_q * (p.packed_q ? 1 : p.batch) * p.q_rows == 0) return;
+    const bool known = workspace.kept != nullptr && *workspace.kept != nullptr;
+    const auto decision =
+        known ? std::static_pointer_cast<const Decision>(*workspace.kept) : make_decision(p, workspace);
+    const jit::MmaForwardLayout& layout = decision->layout;
+    const jit::MmaForwardSpec& spec = layout.spec;
     Arena arena(workspace.data);
-    const Call call(p, program->mask, arena, decision.q_tile, spec.keys);
-    const abi::Split split = split_of(p, decision, arena);
+    const Call call(p, decision->program->mask, arena, layout.q_tile, spec.keys);
+    const abi::Split split = split_of(p, layout, arena);
     const abi::Tensor o = to_abi(args.o);
     const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
     const int64_t tiles = call.q_tiles();
-    if (p.num_heads_q * (p.packed_q ? 1 : p.batch) * p.q_rows == 0) return;
 
-    const auto main = [&]() -> const Function& {
-        return kernel(p, *program, "fwd_mma.cu", "fwd_mma", spec, spec.constants());
-    };
-    // What comes first is compiled beside the main kernel, the first time.
-    std::future<void> compiled;
-    if ((call.needs_preparation() || decision.splits > 1) &&
-        program->first_time("fwd_mma" + jit::text_of(spec, spec.constants()))) {
-        compiled = std::async(std::launch::async, [&] { main(); });
-    }
     call.prepare(stream);
-    const Function* const combine =
-        decision.splits > 1 ? &plain_function(p.device.index, "combine.cu", "combine") : nullptr;
-    if (compiled.valid()) compiled.get();
-
     call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, stream);
     std::vector<std::byte> params;
+    params.reserve(sizeof(Params) + call.mask_data().size());
     const Params fixed{{call.problem(), o, lse, jit::takes_16_bytes(args.o)}, split};
     append(params, &fixed, sizeof fixed);
     append(params, call.mask_data().data(), call.mask_data().size());
     LaunchConfig config;
-    config.grid = {grid_x(tiles, decision.heads), static_cast<unsigned>(decision.pieces),
-                   static_cast<unsigned>(decision.splits)};
+    config.grid = {grid_x(tiles, layout.heads), static_cast<unsigned>(layout.pieces),
+                   static_cast<unsigned>(layout.splits)};
     config.block.x = static_cast<unsigned>(spec.warps * 32);
     config.dynamic_shared = static_cast<unsigned>(spec.shared_bytes());
     config.stream = stream;
-    launch(main(), config, params.data(), params.size());
-    if (combine != nullptr) {
+    launch(*decision->main, config, params.data(), params.size());
+    if (decision->combine != nullptr) {
         const abi::Combine joined{call.problem(), split, o, lse, static_cast<abi::Int>(p.dtype)};
         LaunchConfig join;
         constexpr int64_t kRows = 4;  // of a block of combine.cu
-        join.grid = {grid_x(tiles, p.num_heads_q), static_cast<unsigned>(ceil_div(decision.q_tile, kRows)), 1};
+        join.grid = {grid_x(tiles, p.num_heads_q), static_cast<unsigned>(ceil_div(layout.q_tile, kRows)), 1};
         join.block.x = 32 * kRows;
         const DeviceInfo& device = device_info(p.device.index);
         join.programmatic_dependent = jit::kernel_arch(device.major, device.minor).major >= 9;
         join.stream = stream;
-        launch(*combine, join, joined);
+        launch(*decision->combine, join, joined);
     }
 }
 

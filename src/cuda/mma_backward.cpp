@@ -1,7 +1,8 @@
 // bwd_mma on the host: which kernels a problem needs, their parameters, their order.
 #include <algorithm>
-#include <future>
+#include <functional>
 #include <optional>
+#include <vector>
 
 #include "call.hpp"
 #include "core/summary.hpp"
@@ -85,12 +86,23 @@ std::string explain(const Problem& p, Pass pass) {
            "\n";
 }
 
+constexpr const char *kDelta = "bwd_simt_delta.cu", *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
+
 // The gradients of bias, slopes and sinks that are wanted.
+struct Wanted {
+    bool slopes, sinks, bias;
+
+    explicit Wanted(const core::BackwardArgs& args)
+        : slopes(args.dalibi_slopes && args.dalibi_slopes.size() > 0),
+          sinks(args.dsinks && args.dsinks.size() > 0),
+          bias(args.dbias) {}
+    [[nodiscard]] bool any() const { return slopes || sinks || bias; }
+};
+
 void simt_gradients(const Problem& p, const core::BackwardArgs& args, const Program& program, const Memory& memory,
                     bool queries, void* stream) {
-    const bool want_slopes = args.dalibi_slopes && args.dalibi_slopes.size() > 0;
-    const bool want_sinks = args.dsinks && args.dsinks.size() > 0;
-    if (!want_slopes && !want_sinks && !args.dbias) return;
+    const Wanted wanted(args);
+    if (!wanted.any()) return;
     const Call& call = *memory.simt;
     const jit::SimtSpec spec(p, Pass::backward);
     abi::Backward fixed{};
@@ -99,8 +111,8 @@ void simt_gradients(const Problem& p, const core::BackwardArgs& args, const Prog
     fixed.lse = to_abi(args.lse);
     if (args.dlse) fixed.dlse = to_abi(args.dlse);
     if (args.dbias) fixed.dbias = to_abi(args.dbias);
-    if (want_slopes) fixed.dslopes = per_head(args.dalibi_slopes), fixed.slope_partial = memory.slope_partial;
-    if (want_sinks) fixed.dsinks = per_head(args.dsinks), fixed.sink_partial = memory.sink_partial;
+    if (wanted.slopes) fixed.dslopes = per_head(args.dalibi_slopes), fixed.slope_partial = memory.slope_partial;
+    if (wanted.sinks) fixed.dsinks = per_head(args.dsinks), fixed.sink_partial = memory.sink_partial;
     fixed.delta = memory.delta;
     fixed.q_tiles = queries ? call.q_tiles() : 0;
     std::vector<std::byte> params;
@@ -119,17 +131,17 @@ void simt_gradients(const Problem& p, const core::BackwardArgs& args, const Prog
     };
     call.prepare(stream);
     if (queries) {
-        run("bwd_simt_delta.cu", "bwd_simt_delta", call.q_tiles(), p.num_heads_q);
-        if (want_slopes) run("bwd_simt.cu", "bwd_simt_dq", call.q_tiles(), p.num_heads_q);
+        run(kDelta, "bwd_simt_delta", call.q_tiles(), p.num_heads_q);
+        if (wanted.slopes) run(kTiles, "bwd_simt_dq", call.q_tiles(), p.num_heads_q);
     }
-    if (args.dbias) {
+    if (wanted.bias) {
         const auto& shape = args.dbias.shape;
         const auto tiles = [](int64_t extent) { return extent == 1 ? 1 : ceil_div(extent, kTile); };
-        run("bwd_simt_shared.cu", "bwd_simt_dbias", tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1]);
+        run(kShared, "bwd_simt_dbias", tiles(shape[2]) * tiles(shape[3]), shape[0] * shape[1]);
     }
-    if (want_slopes || want_sinks) {
-        const bool per_batch = want_slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
-        run("bwd_simt_shared.cu", "bwd_simt_heads", 1, p.num_heads_q, per_batch ? static_cast<unsigned>(p.batch) : 1);
+    if (wanted.slopes || wanted.sinks) {
+        const bool per_batch = wanted.slopes && args.dalibi_slopes.rank == 2 && args.dalibi_slopes.shape[0] > 1;
+        run(kShared, "bwd_simt_heads", 1, p.num_heads_q, per_batch ? static_cast<unsigned>(p.batch) : 1);
     }
 }
 
@@ -167,10 +179,22 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     const auto main = [&]() -> const Function& {
         return kernel(p, *program, kMain, "bwd_mma", spec, spec.constants());
     };
-    // What comes first is compiled beside the main kernel, the first time.
-    std::future<void> compiled;
-    if (program->first_time("bwd_mma" + jit::text_of(spec, spec.constants())))
-        compiled = std::async(std::launch::async, [&] { main(); });
+    if (program->first_time("bwd_mma" + jit::text_of(spec, spec.constants()))) {
+        std::vector<std::function<void()>> loads = call.loads();
+        loads.emplace_back(main);
+        loads.emplace_back([&] { plain_function(p.device.index, kFinish, "bwd_mma_delta"); });
+        const auto load_simt = [&](const char* file, const char* entry) {
+            loads.emplace_back([&, file, entry] {
+                const jit::SimtSpec simt(p, Pass::backward);
+                kernel(p, *program, file, entry, simt, simt.constants(Pass::backward));
+            });
+        };
+        const Wanted wanted(args);
+        if (wanted.any()) load_simt(kDelta, "bwd_simt_delta");
+        if (wanted.slopes) load_simt(kTiles, "bwd_simt_dq");
+        if (wanted.any()) load_simt(kShared, "bwd_simt_heads");
+        side_by_side(loads);
+    }
     const auto helper = [&](const char* entry) {
         LaunchConfig config;
         config.grid.x = grid_x(call.q_tiles(), p.num_heads_q);
@@ -188,7 +212,6 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
     const bool any = args.dq || args.dk || args.dv;
     if (any && queries) helper("bwd_mma_delta");
     if (memory.turn_bytes > 0) memset_async(memory.turns, 0, static_cast<size_t>(memory.turn_bytes), stream);
-    if (compiled.valid()) compiled.get();
     if (any && keys) {
         std::vector<std::byte> params;
         append(params, &fixed, sizeof fixed);

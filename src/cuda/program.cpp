@@ -1,6 +1,7 @@
 #include "program.hpp"
 
 #include <algorithm>
+#include <future>
 #include <map>
 #include <utility>
 
@@ -85,6 +86,13 @@ const Function& kernel(const Problem& p, const Program& program, const char* fil
                                      [&] { return jit::attention_source(file, options, constants, p, program.mask); });
     program.keep(key, found);
     return found;
+}
+
+void side_by_side(const std::vector<std::function<void()>>& loads) {
+    std::vector<std::future<void>> others;
+    for (size_t n = 1; n < loads.size(); ++n) others.push_back(std::async(std::launch::async, loads[n]));
+    if (!loads.empty()) loads[0]();
+    for (std::future<void>& other : others) other.get();
 }
 
 std::string parameters_fit(const Problem& p, const Program& program, Pass pass, size_t fixed) {

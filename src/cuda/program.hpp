@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "jit/attention_source.hpp"
 #include "module.hpp"
@@ -38,6 +40,10 @@ std::shared_ptr<const Program> program_of(const core::Problem& problem, core::Pa
 // A kernel of a file that includes spec.cuh. Compiled, or read from the cache, if it is not loaded yet.
 const Function& kernel(const core::Problem& problem, const Program& program, const char* file, const char* entry,
                        const jit::OptionSpec& options, const jit::Constants& constants);
+
+// Every kernel that a run will need, loaded at the same time: a first run waits for the slowest compilation, not for
+// all of them in turn. Throws what one of them throws.
+void side_by_side(const std::vector<std::function<void()>>& loads);
 
 // Why the parameters of a kernel do not fit, or "": `fixed` bytes come before those of mask and score_mod.
 std::string parameters_fit(const core::Problem& problem, const Program& program, core::Pass pass, size_t fixed);

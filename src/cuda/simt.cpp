@@ -2,8 +2,9 @@
 #include "simt.hpp"
 
 #include <algorithm>
-#include <future>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include "call.hpp"
 #include "core/summary.hpp"
@@ -87,13 +88,12 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const auto main = [&]() -> const Function& {
         return kernel(p, Pass::forward, *program, spec, "fwd_simt.cu", "fwd_simt");
     };
-    // What comes first is compiled beside the main kernel, the first time.
-    std::future<void> compiled;
-    if (call.needs_preparation() && program->first_time("fwd_simt" + jit::text_of(spec, {}))) {
-        compiled = std::async(std::launch::async, [&] { main(); });
+    if (program->first_time("fwd_simt" + jit::text_of(spec, {}))) {
+        std::vector<std::function<void()>> loads = call.loads();
+        loads.emplace_back(main);
+        side_by_side(loads);
     }
     call.prepare(workspace.stream);
-    if (compiled.valid()) compiled.get();
     call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, workspace.stream);
     std::vector<std::byte> params;
     const abi::Forward fixed{call.problem(), o, lse, 0};
@@ -200,12 +200,16 @@ void backward(const Problem& p, const core::BackwardArgs& args, Workspace worksp
         launch(kernel(p, Pass::backward, *program, spec, file, entry), config, params.data(), params.size());
     };
     constexpr const char *kDelta = "bwd_simt_delta.cu", *kTiles = "bwd_simt.cu", *kShared = "bwd_simt_shared.cu";
-    // The two modules that every backward pass needs are compiled side by side, the first time.
+    const bool any_shared = args.dbias || want_slopes || want_sinks || !args.darrays.empty();
     if (program->first_time("bwd_simt" + jit::text_of(spec, {}))) {
-        auto delta = std::async(std::launch::async,
-                                [&] { kernel(p, Pass::backward, *program, spec, kDelta, "bwd_simt_delta"); });
-        kernel(p, Pass::backward, *program, spec, kTiles, "bwd_simt_dkdv");
-        delta.get();
+        std::vector<std::function<void()>> loads = call.loads();
+        const auto load = [&](const char* file, const char* entry) {
+            loads.emplace_back([&, file, entry] { kernel(p, Pass::backward, *program, spec, file, entry); });
+        };
+        load(kDelta, "bwd_simt_delta");
+        load(kTiles, "bwd_simt_dkdv");
+        if (any_shared) load(kShared, "bwd_simt_heads");
+        side_by_side(loads);
     }
     const bool queries = p.num_heads_q * query_rows(p) > 0, keys = p.num_heads_kv * key_rows(p) > 0;
     call.prepare(stream);

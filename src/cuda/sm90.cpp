@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <random>
 
@@ -37,6 +38,8 @@ struct Decision {
     jit::Sm90ForwardSpec spec;
     int64_t q_tiles = 0, tiles = 0;  // of one head, of all
     int64_t blocks = 0;
+    bool unequal = false;  // later rows see more keys
+    int64_t heads_at_once = 1;
 };
 
 std::optional<Decision> decide(const Problem& p, const Program& program, std::string* why_not = nullptr) {
@@ -56,6 +59,12 @@ std::optional<Decision> decide(const Problem& p, const Program& program, std::st
     if (decision.tiles > INT32_MAX) return no("numbers of tiles have 31 bits");
     if (p.backend.empty() && (decision.tiles * 2 < device.num_sms || p.q_rows <= 64))
         return no("too few for this GPU, and fwd_mma has smaller blocks and splits keys");
+    // Blocks that work at the same time share keys: all are on the heads of a group, or on as many as half of L2 holds,
+    // so that the longest tiles of several heads come first.
+    decision.unequal = program.mask.window_right >= 0 && program.mask.window_left < 0;
+    const int64_t bytes_of_head = 2 * p.kv_rows * (p.head_dim_qk + p.head_dim_v), group = p.group();
+    const int64_t fitting = static_cast<int64_t>(device.l2_bytes / 2) / bytes_of_head * group;
+    decision.heads_at_once = decision.unequal ? std::clamp<int64_t>(fitting, group, p.num_heads_q * p.batch) : group;
     return decision;
 }
 
@@ -125,14 +134,39 @@ abi::Int signature() {
     return static_cast<abi::Int>(last.fetch_add(2) | 1);
 }
 
+// What a run does, apart from its arguments. Without a decision it is fwd_mma's, which keeps something of its own.
+struct Kept {
+    std::shared_ptr<const Program> program;
+    std::optional<Decision> decision;
+    const Function* function = nullptr;
+    mutable std::shared_ptr<const void> of_mma;
+};
+
+std::shared_ptr<const Kept> keep(const Problem& p) {
+    auto made = std::make_shared<Kept>();
+    made->program = program_of(p, Pass::forward);
+    made->decision = decide(p, *made->program);
+    if (made->decision) {
+        const jit::Sm90ForwardSpec& spec = made->decision->spec;
+        made->function = &kernel(p, *made->program, "fwd_sm90.cu", "fwd_sm90", spec, spec.constants());
+    }
+    return made;
+}
+
 void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
-    const auto program = program_of(p, Pass::forward);
-    const auto decision = decide(p, *program);
-    if (!decision) return kFwdMma.forward(p, args, workspace);
     const DeviceGuard guard(p.device.index);
-    const jit::Sm90ForwardSpec& spec = decision->spec;
+    const bool known = workspace.kept != nullptr && *workspace.kept != nullptr;
+    const auto kept = known ? std::static_pointer_cast<const Kept>(*workspace.kept) : keep(p);
+    if (workspace.kept != nullptr) *workspace.kept = kept;
+    if (!kept->decision) {
+        workspace.kept = &kept->of_mma;
+        return kFwdMma.forward(p, args, workspace);
+    }
+    const Decision& decision = *kept->decision;
+    const jit::Sm90ForwardSpec& spec = decision.spec;
+    const jit::MaskProgram& mask = kept->program->mask;
     Arena arena(workspace.data);
-    const Call call(p, program->mask, arena, spec.rows(), spec.keys);
+    const Call call(p, mask, arena, spec.rows(), spec.keys);
     const Memory memory(arena);
 
     Params fixed{};
@@ -141,26 +175,20 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     fixed.v = map_of(p.v, p.head_dim_v, p.kv_rows, p.num_heads_kv, p.batch, spec.keys);
     fixed.call = {call.problem(), to_abi(args.o), args.lse ? to_abi(args.lse) : abi::Rows{},
                   jit::takes_16_bytes(args.o)};
-    const bool unequal = program->mask.window_right >= 0 && program->mask.window_left < 0;  // later rows see more keys
-    // Blocks that work at the same time share keys: all on one head, or on as many as half of L2 holds, so that the
-    // longest tiles of several heads come first.
-    const int64_t bytes_of_head = 2 * p.kv_rows * (p.head_dim_qk + p.head_dim_v);
-    const int64_t half = static_cast<int64_t>(device_info(p.device.index).l2_bytes / 2);
-    const int64_t group = p.group(), heads = p.num_heads_q * p.batch;
-    const int64_t at_once = unequal ? std::clamp<int64_t>(half / bytes_of_head * group, group, heads) : group;
-    fixed.plan = {{memory.queue, signature()}, decision->tiles, decision->q_tiles, group, at_once, unequal};
+    fixed.plan = {
+        {memory.queue, signature()}, decision.tiles, decision.q_tiles, decision.heads_at_once, decision.unequal};
     std::vector<std::byte> params;
+    params.reserve(sizeof fixed + call.mask_data().size() + 64);
     append(params, &fixed, offsetof(Params, plan) + sizeof fixed.plan);  // not the padding after it
     append(params, call.mask_data().data(), call.mask_data().size());
     params.resize((params.size() + 63) / 64 * 64);  // the struct is as aligned as its tensor maps
 
     LaunchConfig config;
-    config.grid.x = static_cast<unsigned>(decision->blocks);
+    config.grid.x = static_cast<unsigned>(decision.blocks);
     config.block.x = static_cast<unsigned>(spec.threads());
     config.dynamic_shared = static_cast<unsigned>(spec.shared_bytes());
     config.stream = workspace.stream;
-    launch(kernel(p, *program, "fwd_sm90.cu", "fwd_sm90", spec, spec.constants()), config, params.data(),
-           params.size());
+    launch(*kept->function, config, params.data(), params.size());
 }
 
 }  // namespace

@@ -38,7 +38,6 @@ Constants Sm90ForwardSpec::constants() const {
             {"kTileKV", keys},
             {"kStages", stages},
             {"kQBuffers", q_buffers},
-            {"kOInQ", o_in_q},
             {"kDimsQK", dims_qk},
             {"kColumns", columns},
             {"kPackGQA", 0},
@@ -50,7 +49,7 @@ Constants Sm90ForwardSpec::constants() const {
 
 int64_t Sm90ForwardSpec::shared_bytes() const {  // of struct Shared, and what it takes to align it
     const int64_t qk = round_up(dims_qk, kPanel), v = round_up(columns, kPanel);
-    return 2 * (q_buffers * rows() * qk + stages * keys * (qk + v) + (o_in_q ? 0 : rows() * v)) + 1024 + 1024;
+    return 2 * (q_buffers * rows() * qk + stages * keys * (qk + v)) + 1024 + 1024;
 }
 
 std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,
@@ -86,7 +85,7 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     if (dims <= 64) {
         spec.consumers = 3, spec.stages = 3;
     } else if (dims > 128) {  // 227 KB of shared memory leave room for one q, and for fewer keys
-        spec.keys = 80, spec.q_buffers = 1, spec.o_in_q = dims > 192 && spec.columns <= round_up(spec.dims_qk, kPanel);
+        spec.keys = dims <= 192 ? 80 : 64, spec.q_buffers = 1;
     }
     const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_sm90", name, fallback); };
     spec.consumers = tuned("kConsumers", spec.consumers), spec.keys = tuned("kTileKV", spec.keys);

@@ -14,7 +14,6 @@ struct Sm90ForwardSpec : OptionSpec {
     int consumers = 2;             // warpgroups of 64 queries
     int keys = 128;                // of a tile
     int stages = 2, q_buffers = 2;
-    bool o_in_q = false;  // o leaves through the place of q
     bool raw = false;     // softmax takes products as they are: nothing but a positive scale
 
     [[nodiscard]] int rows() const { return consumers * 64; }

@@ -418,7 +418,7 @@ def test_refusals_of_plans_are_those_of_the_general_way():
 
 # Tensors of host memory that torch's table of functions shows as tensors of cuda:0. The fake GPU's memory is host
 # memory too, so its kernels run on them. A process of its own, since the extension keeps the table.
-_ON_THE_FAKE_GPU = r"""
+_HOST_TENSORS_AS_CUDA = r"""
 import ctypes, json, sys
 import torch, tilewise
 from tilewise import _ext, _torch
@@ -458,7 +458,9 @@ def empty_strided(shape, strides, *, dtype, device):
 def empty_like(tensor):
     return torch.empty_like(tensor).fill_(7)
 assert _ext.set_torch(torch.Tensor, torch.nn.Parameter, new(ctypes.addressof(api), NAME, None), empty_strided, empty_like, dtypes)
+"""
 
+_CALLS = r"""
 torch.manual_seed(0)
 q, k, v = torch.randn(2, 70, 4, 16), torch.randn(2, 90, 2, 16), torch.randn(2, 90, 2, 8)
 call = Call(q, k, v, causal=True, softcap=5.0)
@@ -511,7 +513,72 @@ print(json.dumps({
 """
 
 
-def test_on_the_fake_gpu(tmp_path):
+# A plan keeps what it decided about a problem for the next run of the same one. Here nothing of it may be wrong: other
+# addresses, strides, alignment, seeds and lengths, refusals after success, and threads.
+_RUNS_OF_A_PLAN = r"""
+from concurrent.futures import ThreadPoolExecutor
+from tilewise._arrays import as_view
+
+torch.manual_seed(0)
+def problem_of(q, k, v, **options):
+    problem = Call(q, k, v, **options).problem()
+    problem.device_type = 1
+    return problem
+def qkv(length=40, layout="contiguous"):
+    arrays = [torch.randn(2, n, heads, 16).bfloat16() for n, heads in ((length, 4), (50, 2), (50, 2))]
+    if layout == "heads_first":
+        arrays = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in arrays]
+    elif layout == "misaligned":
+        arrays = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in arrays]
+    return arrays
+first = qkv()
+plan = _ext.Plan(problem_of(*first, causal=True), False)
+quick = _ext.QuickCall(Call(*first, causal=True).problem(), plan)
+worst = 0.0
+def check(arrays):
+    global worst
+    o, lse = quick.forward(*arrays, True, None)
+    expected = tilewise.attention(*(x.float() for x in arrays), causal=True, return_lse=True)
+    worst = max(worst, float((o.float() - expected[0]).abs().max()), float((lse - expected[1]).abs().max()))
+for _ in range(2):
+    for layout in ("contiguous", "heads_first", "contiguous", "misaligned", "contiguous"):
+        check(qkv(layout=layout))
+    check(qkv(length=1))
+    check(qkv(length=40))
+refused = []
+def refuse(run):
+    try:
+        run()
+        refused.append("")
+    except tilewise.Error as error:
+        refused.append(str(error))
+q, k, v = first
+lse = torch.empty(2, 4, 40)
+check(first)
+refuse(lambda: quick.forward(q, k, v, True, None, q))
+refuse(lambda: quick.forward(q, k, v, True, None, None, torch.as_strided(q.view(torch.float32), lse.shape, lse.stride())))
+refuse(lambda: quick.forward(q, k, v, True, None, torch.empty(2, 40, 4, 8, dtype=q.dtype)))
+refuse(lambda: quick.forward(q.half(), k.half(), v.half(), True, None))
+check(first)
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(check, [qkv(length=n) for n in (40, 40, 40, 7, 40, 40, 7, 40)]))
+
+# Seeds change from run to run, and with them what is dropped.
+dropping = _ext.Plan(problem_of(q, k, v, dropout_p=0.5), False)
+for seed in (1, 2, 1):
+    o = torch.empty_like(q)
+    problem = problem_of(q, k, v, dropout_p=0.5)
+    problem.seed, problem.offset = seed, 5
+    memory = torch.empty(dropping.workspace_bytes + 64, dtype=torch.uint8)
+    address = (memory.data_ptr() + 63) // 64 * 64
+    dropping.forward(problem, as_view(o), None, address, dropping.workspace_bytes, 0)
+    expected = tilewise.attention(*(x.float() for x in first), dropout_p=0.5, seed=(seed, 5))
+    worst = max(worst, float((o.float() - expected).abs().max()))
+print(json.dumps({"worst": worst, "refused": refused}))
+"""
+
+
+def _on_the_fake_gpu(script: str, folder: Path, **environment: str) -> dict:
     fake = ROOT / "build/dev/tests/fake_cuda"
     if not (fake / "libcuda.so.1").exists() or not (fake / "libnvrtc.so.13").exists():
         pytest.skip(f"the fake GPU is not built: {fake}")
@@ -519,12 +586,18 @@ def test_on_the_fake_gpu(tmp_path):
         **os.environ,
         "TILEWISE_CUDA_DRIVER": str(fake / "libcuda.so.1"),
         "TILEWISE_NVRTC": str(fake / "libnvrtc.so.13"),
-        "TILEWISE_CACHE_DIR": str(tmp_path),
+        "TILEWISE_CACHE_DIR": str(folder),
         "PYTHONPATH": str(ROOT / "python"),
+        **environment,
     }
-    done = subprocess.run([sys.executable, "-c", _ON_THE_FAKE_GPU], env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", _HOST_TENSORS_AS_CUDA + script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_on_the_fake_gpu(tmp_path):
+    seen = _on_the_fake_gpu(_CALLS, tmp_path)
     assert set(seen["worst"]) == {"o", "lse", "dq", "dk", "dv"}
     assert all(error < 2e-5 for error in seen["worst"].values()), seen
     assert seen["refused"] == [False, False, True, True, False]
@@ -532,6 +605,14 @@ def test_on_the_fake_gpu(tmp_path):
     assert seen["plans"] == [2, 2, 1]  # one for each pass, for all lengths; made anew when they were cleared
     assert seen["only"] == [False, True, False] and seen["shape"] == [2, 140, 4, 8]
     assert seen["scratch"] > 0  # the backward pass has a workspace
+
+
+def test_runs_of_a_plan_on_the_fake_gpu(tmp_path):
+    seen = _on_the_fake_gpu(_RUNS_OF_A_PLAN, tmp_path, TILEWISE_FAKE_CC="8.0")
+    assert seen["worst"] < 0.04, seen  # bfloat16
+    shared, shared_too, shape, dtype = seen["refused"]
+    assert "memory shared with the input q" in shared and "memory shared with the input q" in shared_too
+    assert shape.startswith("o: got shape") and "the plan was made for" in dtype
 
 
 def test_a_table_of_another_version_is_not_used():
