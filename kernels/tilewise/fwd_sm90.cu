@@ -40,12 +40,12 @@ struct Work {  // one tile of queries
 
 struct __align__(1024) Shared {
     Half q[kQBuffers][kPanelsQK][kTileQ * kPanel];
-    Half k[kStages][kPanelsQK][kTileKV * kPanel];
-    Half v[kStages][kPanelsV][kTileKV * kPanel];
+    Half k[kKStages][kPanelsQK][kTileKV * kPanel];
+    Half v[kVStages][kPanelsV][kTileKV * kPanel];
     Work work;
     Barrier work_full, work_empty;
     Barrier q_full[kQBuffers], q_empty[kQBuffers];
-    Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    Barrier k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };
 static_assert(sizeof(Shared) + 1024 <= kSharedBytes, "the host asks for kSharedBytes");
 
@@ -105,7 +105,8 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
 TW_DEVICE void copy(const Params& params, Shared& shared) {
     Ring<1> works;
     Ring<kQBuffers> queries;
-    Ring<kStages> keys, values;
+    Ring<kKStages> keys;
+    Ring<kVStages> values;
     for (;; works.advance()) {
         shared.work_full.wait(works.phase);
         const Work& work = shared.work;
@@ -221,7 +222,8 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     const float scale = kRaw ? static_cast<float>(p.softmax_scale) * kLog2E : kLog2E;
     Ring<1> works;
     Ring<kQBuffers> queries;
-    Ring<kStages> keys, values;
+    Ring<kKStages> keys;
+    Ring<kVStages> values;
     int i0 = 0, head = 0, j0 = 0, n = 0;  // queries, and the tile of keys that is worked on, the last but n
     int full_begin = 0, full_end = 0, passes = 0;  // as in Work
     Scores s;
@@ -376,13 +378,13 @@ TW_KERNEL(fwd_sm90, Params, params) {
         constexpr int kWarps = kConsumers * 4;
         shared.work_full.init(1), shared.work_empty.init(kWarps + 1);
         for (int n = 0; n < kQBuffers; ++n) shared.q_full[n].init(1), shared.q_empty[n].init(kWarps);
-        for (int n = 0; n < kStages; ++n) {
-            shared.k_full[n].init(1), shared.k_empty[n].init(kWarps);
-            shared.v_full[n].init(1), shared.v_empty[n].init(kWarps);
-        }
+        for (int n = 0; n < kKStages; ++n) shared.k_full[n].init(1), shared.k_empty[n].init(kWarps);
+        for (int n = 0; n < kVStages; ++n) shared.v_full[n].init(1), shared.v_empty[n].init(kWarps);
         publish_barriers();
     }
     __syncthreads();
+    await_kernel_before();
+    let_next_kernel_start();
     if (warp_id() >= kConsumers * 4) {
         give_registers<kProducerRegisters>();
         if (threadIdx.x == kConsumerThreads) copy(params, shared);

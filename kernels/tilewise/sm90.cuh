@@ -142,6 +142,18 @@ TW_DEVICE void give_registers() {
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
+// A kernel that is launched as dependent on the one before it (programmatic dependent launch) starts while that ends, and
+// waits for it before it touches memory.
+
+#ifdef TILEWISE_FAKE_CUDA
+TW_DEVICE void await_kernel_before() {}
+TW_DEVICE void let_next_kernel_start() {}
+#else
+TW_DEVICE void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+TW_DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#endif
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Work for blocks that stay: each takes the next number when it is done with one.
 
 #ifdef TILEWISE_FAKE_CUDA

@@ -100,8 +100,9 @@ std::string explain(const Problem& p, Pass pass) {
     return "  device: " + device_info(p.device.index).name + "\n  tiles: " + std::to_string(spec.rows()) +
            " queries x " + std::to_string(spec.keys) + " keys, " + std::to_string(spec.consumers) +
            " warpgroups and a producer, fp32 sums\n" + "  buffers: " + std::to_string(spec.q_buffers) + " of q, " +
-           std::to_string(spec.stages) + " of k and v\n" + "  work: " + std::to_string(decision->tiles) +
-           " tiles for " + std::to_string(decision->blocks) + " blocks\n";
+           std::to_string(spec.k_stages) + " of k, " + std::to_string(spec.v_stages) + " of v\n" +
+           "  work: " + std::to_string(decision->tiles) + " tiles for " + std::to_string(decision->blocks) +
+           " blocks\n";
 }
 
 // Axes: number, row, head, batch. What one tile needs of them comes in panels of 64 numbers.
@@ -187,6 +188,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     config.grid.x = static_cast<unsigned>(decision.blocks);
     config.block.x = static_cast<unsigned>(spec.threads());
     config.dynamic_shared = static_cast<unsigned>(spec.shared_bytes());
+    config.programmatic_dependent = true;
     config.stream = workspace.stream;
     launch(*kept->function, config, params.data(), params.size());
 }

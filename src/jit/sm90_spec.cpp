@@ -36,7 +36,8 @@ Constants Sm90ForwardSpec::constants() const {
             {"kMTiles", 1},
             {"kTileQ", rows()},
             {"kTileKV", keys},
-            {"kStages", stages},
+            {"kKStages", k_stages},
+            {"kVStages", v_stages},
             {"kQBuffers", q_buffers},
             {"kDimsQK", dims_qk},
             {"kColumns", columns},
@@ -49,7 +50,7 @@ Constants Sm90ForwardSpec::constants() const {
 
 int64_t Sm90ForwardSpec::shared_bytes() const {  // of struct Shared, and what it takes to align it
     const int64_t qk = round_up(dims_qk, kPanel), v = round_up(columns, kPanel);
-    return 2 * (q_buffers * rows() * qk + stages * keys * (qk + v)) + 1024 + 1024;
+    return 2 * (q_buffers * rows() * qk + keys * (k_stages * qk + v_stages * v)) + 1024 + 1024;
 }
 
 std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,
@@ -83,13 +84,14 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     spec.raw = !spec.softcap && !spec.slopes && p.softmax_scale > 0;
     const int dims = round_up(std::max(spec.dims_qk, spec.columns), kPanel);
     if (dims <= 64) {
-        spec.consumers = 3, spec.stages = 3;
+        spec.consumers = 3, spec.k_stages = spec.v_stages = 3;
     } else if (dims > 128) {  // 227 KB of shared memory leave room for one q, and for fewer keys
         spec.keys = dims <= 192 ? 80 : 64, spec.q_buffers = 1;
     }
     const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_sm90", name, fallback); };
     spec.consumers = tuned("kConsumers", spec.consumers), spec.keys = tuned("kTileKV", spec.keys);
-    spec.stages = tuned("kStages", spec.stages), spec.q_buffers = tuned("kQBuffers", spec.q_buffers);
+    spec.k_stages = tuned("kKStages", spec.k_stages), spec.v_stages = tuned("kVStages", spec.v_stages),
+    spec.q_buffers = tuned("kQBuffers", spec.q_buffers);
     while (spec.shared_bytes() > shared_limit(arch) && spec.keys > 16) spec.keys -= 16;
     return spec;
 }

@@ -13,7 +13,7 @@ struct Sm90ForwardSpec : OptionSpec {
     int dims_qk = 0, columns = 0;  // multiples of 16
     int consumers = 2;             // warpgroups of 64 queries
     int keys = 128;                // of a tile
-    int stages = 2, q_buffers = 2;
+    int k_stages = 2, v_stages = 2, q_buffers = 2;
     bool raw = false;     // softmax takes products as they are: nothing but a positive scale
 
     [[nodiscard]] int rows() const { return consumers * 64; }
