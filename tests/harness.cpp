@@ -158,7 +158,7 @@ int Case::add_array(const Buffer& buffer) {
 Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     tilewise_problem_init(&raw_);
     const DType dtype = space.dtype;
-    const bool packed_q = chance(0.35) && !space.tma;
+    const bool packed_q = chance(0.35);
     const bool packed_kv = packed_q && chance(0.8);
     const int64_t batch = chance(0.05) && !space.tma ? 0 : uniform(1, space.large ? 2 : 3);
     const int64_t heads_kv = chance(0.03) && !space.tma ? 0 : uniform(1, space.large ? 2 : 3);
@@ -190,9 +190,9 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         for (const int64_t row : rows) n.push_back(chance(0.3) ? row : uniform(0, row));
         return integers(index, n).view();
     };
-    if (chance(0.15) && !space.tma) raw_.seqused_q = used(rows_q);
-    if (chance(0.25) && !space.tma) raw_.seqused_kv = used(rows_kv);
-    if (chance(0.15) && !space.tma) raw_.leftpad_kv = used(rows_kv);
+    if (chance(0.15)) raw_.seqused_q = used(rows_q);
+    if (chance(0.25)) raw_.seqused_kv = used(rows_kv);
+    if (chance(0.15)) raw_.leftpad_kv = used(rows_kv);
 
     // Tensors
     const double spread = chance(0.1) ? 6 : 1;
@@ -213,7 +213,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     if (chance(0.25)) raw_.window_left = uniform(-1, space.max_seqlen / 2);
     if (chance(0.2)) raw_.window_right = uniform(-1, space.max_seqlen / 2);
     if (chance(0.1)) raw_.chunk = uniform(1, space.max_seqlen / 2 + 1);
-    raw_.q_offset_mode = static_cast<int32_t>(chance(0.5) ? 0 : uniform(0, space.tma ? 2 : 3));
+    raw_.q_offset_mode = static_cast<int32_t>(chance(0.5) ? 0 : uniform(0, 3));
     raw_.q_offset_value = uniform(-40, 80);
     if (raw_.q_offset_mode == TILEWISE_OFFSET_ARRAY) {
         std::vector<int64_t> offsets;
@@ -253,7 +253,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         raw_.dropout_p = std::uniform_real_distribution<double>(0, 0.9)(generator_);
         raw_.seed = static_cast<int64_t>(generator_()), raw_.offset = static_cast<int64_t>(generator_());
     }
-    raw_.batch_invariant = chance(0.3) && !space.tma;
+    raw_.batch_invariant = chance(0.3);
     raw_.deterministic = chance(0.3);
 
     // Arrays of masks have the axes of this problem: the makers below need them.
@@ -282,7 +282,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         return "@" + std::to_string(add_array(buffer));
     };
     const auto leaf = [&]() -> std::string {
-        switch (uniform(0, space.tma ? 1 : 9)) {
+        switch (space.tma ? std::array{0, 1, 3, 3}[static_cast<size_t>(uniform(0, 3))] : uniform(0, 9)) {
             case 0: return "window(" + std::to_string(uniform(-1, 40)) + "," + std::to_string(uniform(-1, 40)) + ")";
             case 1: return "chunk(" + std::to_string(uniform(1, 60)) + ")";
             case 2:
@@ -351,7 +351,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     };
     if (chance(0.4) && heads_q > 0 && batch > 0) {
         mask_ = leaf();
-        if (chance(0.3)) mask_ = "and(" + mask_ + "," + leaf() + ")";
+        if (chance(0.3)) mask_ = "and(" + mask_ + "," + (space.tma ? "window(9,30)" : leaf()) + ")";
         if (chance(0.2) && !space.tma) mask_ = "or(" + mask_ + "," + leaf() + ")";
         if (chance(0.15) && !space.tma) mask_ = "not(" + mask_ + ")";
         raw_.mask = mask_.c_str();

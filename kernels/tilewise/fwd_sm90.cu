@@ -2,8 +2,8 @@
 //
 // One block stays on each SM and takes tiles of queries from a queue. Its warpgroups have roles:
 //
-//     producer     one thread takes work from the queue, another asks the copy engine for Q, K and V, as far ahead as
-//                  there are buffers
+//     producer     a warp takes work from the queue and finds out which keys it sees; a thread of another one asks the copy
+//                  engine for Q, K and V, as far ahead as there are buffers
 //     consumers    kConsumers warpgroups, each with 64 rows of the tile
 //
 // A consumer starts two products and works on the scores of one while the tensor cores are busy with the other:
@@ -28,22 +28,39 @@ constexpr int kKBytes = kPanelsQK * kTileKV * kPanel * 2, kVBytes = kPanelsV * k
 constexpr int kConsumerThreads = kConsumers * 128;
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
 
-struct Work {  // one tile of queries
-    int i0, head;      // its first query, and its head among those of all sequences
-    int b, h, head_kv;
-    int first, count;  // of the tiles of keys that some row sees: where they start, how many; 0: there is no more work
-    struct {
-        int full_begin, full_end;  // keys that all its rows see
-        int passes;                // it sees nothing of the last tile, and another one comes
-    } rows[kConsumers];
+// Of the tiles of keys from Work::first on: which some row sees, and which all rows see. Bands need no list.
+constexpr int kListed = kBands ? 32 : 4096;
+struct TileList {
+    Word seen[kListed / 32], full[kListed / 32];
+
+    __device__ __forceinline__ int below(int n) const {  // the last seen one before n, or a negative number
+        if (kBands || n == 0) return n - 1;
+        int w = (n - 1) / 32;
+        Word bits = seen[w] & 0xffffffffu >> (31 - (n - 1) % 32);
+        while (bits == 0 && w > 0) bits = seen[--w];
+        return w * 32 + 31 - __clz(static_cast<int>(bits));
+    }
 };
+
+struct Work {  // one tile of queries
+    int i0, head;  // its first query, and its head among those of all sequences
+    int q_row, q_batch, h, kv_row, kv_batch, head_kv;  // where it lies in q, and its key 0 in k and v
+    int kv_len;
+    int first, count;  // tiles of keys: where they start, how many there are; 0: there is no more work
+    struct {
+        int full_begin, full_end;  // bands: keys that all its rows see
+        int passes;                // bands: it sees nothing of the last tile, and another one comes
+    } rows[kConsumers];
+    TileList list;
+};
+constexpr int kWorks = kBands ? 1 : 2;
 
 struct __align__(1024) Shared {
     Half q[kQBuffers][kPanelsQK][kTileQ * kPanel];
     Half k[kKStages][kPanelsQK][kTileKV * kPanel];
     Half v[kVStages][kPanelsV][kTileKV * kPanel];
-    Work work;
-    Barrier work_full, work_empty;
+    Work work[kWorks];
+    Barrier work_full[kWorks], work_empty[kWorks];
     Barrier q_full[kQBuffers], q_empty[kQBuffers];
     Barrier k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };
@@ -63,54 +80,88 @@ TW_DEVICE Block block_of(const Params& params, int i0, int head) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Producer: two threads
+// Producer
 
+// A warp: what tile of queries is next, and which keys it sees.
 TW_DEVICE void schedule(const Params& params, Shared& shared) {
-    const abi::Queue& queue = params.plan.queue;
-    Ring<1> works;
-    Queue::open(queue);
-    for (int number = static_cast<int>(blockIdx.x); number < params.plan.tiles; number = Queue::next(queue)) {
-        const Word q_tiles = static_cast<Word>(params.plan.q_tiles), at_once = static_cast<Word>(params.plan.heads_at_once);
-        const Word all = static_cast<Word>(params.plan.tiles) / q_tiles, n = static_cast<Word>(number);
+    const abi::Problem& p = params.call.problem;
+    const abi::Sm90Forward& plan = params.plan;
+    const int lane = lane_id();
+    Ring<kWorks> works;
+    if (lane == 0) Queue::open(plan.queue);
+    const auto next = [&] {
+        int number = 0;
+        if (lane == 0) number = Queue::next(plan.queue);
+        return __shfl_sync(0xffffffffu, number, 0);
+    };
+    for (int number = static_cast<int>(blockIdx.x); number < plan.tiles; number = next()) {
+        const Word q_tiles = static_cast<Word>(plan.q_tiles), at_once = static_cast<Word>(plan.heads_at_once);
+        const Word all = static_cast<Word>(plan.tiles) / q_tiles, n = static_cast<Word>(number);
         const Word section = n / (at_once * q_tiles), rest = n - section * (at_once * q_tiles);
         const Word width = all - section * at_once < at_once ? all - section * at_once : at_once, row = rest / width;
-        const int head = static_cast<int>(section * at_once + rest - row * width);
-        const Block block = block_of(params, static_cast<int>(params.plan.last_first ? q_tiles - 1 - row : row) * kTileQ, head);
+        const Word tile = plan.last_first ? q_tiles - 1 - row : row;
+        int head = static_cast<int>(section * at_once + rest - row * width), i0 = static_cast<int>(tile) * kTileQ;
+        if (kTable) {
+            const Place place = place_of(p, tile, true);
+            if (place.b < 0) continue;
+            head += static_cast<int>(place.b * p.num_heads_q), i0 = static_cast<int>(place.row);
+        }
+        const Block block = block_of(params, i0, head);
+        const Site& site = block.site;
 
-        Work& work = shared.work;
-        work.i0 = static_cast<int>(block.i0), work.head = head;
-        work.b = static_cast<int>(block.site.b), work.h = static_cast<int>(block.h);
-        work.head_kv = static_cast<int>(block.site.head_kv);
+        if (!kBands) shared.work_empty[works.at].wait(works.phase ^ 1u);
+        Work& work = shared.work[works.at];
+        if (lane == 0) {
+            work.i0 = i0, work.head = head;
+            work.q_row = static_cast<int>(site.q_row0) + i0, work.q_batch = static_cast<int>(batch_of(p.packed_q, site.b));
+            work.h = static_cast<int>(site.h), work.head_kv = static_cast<int>(site.head_kv);
+            work.kv_row = static_cast<int>(site.kv_row0), work.kv_batch = static_cast<int>(batch_of(p.packed_kv, site.b));
+            work.kv_len = static_cast<int>(site.kv_len);
+        }
         const KeyRange seen = keys_of(block, params.mask, 0, block.rows() - 1);
-        int first = seen.begin / kTileKV * kTileKV, count = (seen.end - first + kTileKV - 1) / kTileKV;
-        if (seen.end <= seen.begin) {  // nothing to see: a tile beyond the last key, where all is zero
-            first = (static_cast<int>(block.site.kv_len) + kTileKV - 1) / kTileKV * kTileKV, count = 1;
+        int first = seen.begin / kTileKV * kTileKV, count = seen.end > seen.begin ? (seen.end - first + kTileKV - 1) / kTileKV : 0;
+        if constexpr (!kBands) {
+            bool any = false;
+            for (int t = 0; t < count; t += 32) {
+                const int c = t + lane < count ? class_within(p, params.mask, site, i0, first + (t + lane) * kTileKV) : kSkip;
+                const Word seen_here = __ballot_sync(0xffffffffu, c != kSkip), full = __ballot_sync(0xffffffffu, c == kFull);
+                any |= seen_here != 0;
+                if (lane == 0) work.list.seen[t / 32] = seen_here, work.list.full[t / 32] = full;
+            }
+            if (!any) count = 0;
         }
-        work.first = first, work.count = count;
-#pragma unroll 1
-        for (int group = 0; group < kConsumers; ++group) {
-            const KeyRange mine = keys_of(block, params.mask, group * 64, group * 64 + 63);
-            work.rows[group] = {mine.full_begin, mine.full_end, count > 1 && first + (count - 1) * kTileKV >= mine.end};
+        if (count == 0) {  // nothing to see: a tile beyond the last key
+            if (!kBands && lane == 0) work.list.seen[0] = 1, work.list.full[0] = 0;
+            first = (static_cast<int>(site.kv_len) + kTileKV - 1) / kTileKV * kTileKV, count = 1;
         }
-        shared.work_full.arrive();
+        if (lane == 0) work.first = first, work.count = count;
+        if (kBands && lane < kConsumers) {
+            const KeyRange mine = keys_of(block, params.mask, lane * 64, lane * 64 + 63);
+            work.rows[lane] = {mine.full_begin, mine.full_end, count > 1 && first + (count - 1) * kTileKV >= mine.end};
+        }
+        __syncwarp();
+        if (lane == 0) shared.work_full[works.at].arrive();
         // Not before nearly all has been asked for: what one block takes too early, another could begin sooner.
-        shared.work_empty.wait(works.phase);
+        if (kBands) shared.work_empty[works.at].wait(works.phase);
         works.advance();
     }
-    shared.work.count = 0;
-    shared.work_full.arrive();
-    Queue::leave(queue);
+    if (!kBands) shared.work_empty[works.at].wait(works.phase ^ 1u);
+    if (lane > 0) return;
+    shared.work[works.at].count = 0;
+    shared.work_full[works.at].arrive();
+    Queue::leave(plan.queue);
 }
 
+// A thread: asks for what the work needs.
 TW_DEVICE void copy(const Params& params, Shared& shared) {
-    Ring<1> works;
+    Ring<kWorks> works;
     Ring<kQBuffers> queries;
     Ring<kKStages> keys;
     Ring<kVStages> values;
     for (;; works.advance()) {
-        shared.work_full.wait(works.phase);
-        const Work& work = shared.work;
-        const int first = work.first, count = work.count, b = work.b, head_kv = work.head_kv;
+        shared.work_full[works.at].wait(works.phase);
+        const Work& work = shared.work[works.at];
+        const int first = work.kv_row + work.first, count = work.count, b = work.kv_batch, head_kv = work.head_kv;
         if (count == 0) return;
         const auto copy_k = [&](int n) {
             Barrier& full = shared.k_full[keys.at];
@@ -130,20 +181,24 @@ TW_DEVICE void copy(const Params& params, Shared& shared) {
                 copy_panel(shared.v[values.at][panel], params.v, full, panel * kPanel, first + n * kTileKV, head_kv, b);
             values.advance();
         };
-        copy_k(count - 1);
+        int n = work.list.below(count);
+        copy_k(n);
         Barrier& full = shared.q_full[queries.at];
         shared.q_empty[queries.at].wait(queries.phase ^ 1u);
         full.expect(kQBytes);
 #pragma unroll
         for (int panel = 0; panel < kPanelsQK; ++panel)
-            copy_panel(shared.q[queries.at][panel], params.q, full, panel * kPanel, work.i0, work.h, b);
+            copy_panel(shared.q[queries.at][panel], params.q, full, panel * kPanel, work.q_row, work.h, work.q_batch);
         queries.advance();
 #pragma unroll 1
-        for (int n = count - 1; n >= 0; --n) {
-            if (n == (count > 1)) shared.work_empty.arrive();  // what comes next takes a moment to find
-            if (n > 0) copy_k(n - 1);
+        while (n >= 0) {
+            if (kBands && n == (count > 1)) shared.work_empty[works.at].arrive();  // what comes next takes a moment to find
+            const int following = work.list.below(n);
+            if (following >= 0) copy_k(following);
             copy_v(n);
+            n = following;
         }
+        if (!kBands) shared.work_empty[works.at].arrive();
     }
 }
 
@@ -183,6 +238,7 @@ TW_DEVICE void write_output(const Params& params, const Block& block, const Outp
     // Addresses that depend on the thread alone would otherwise stay in registers from tile to tile.
     const int thread = as_unknown(static_cast<int>(threadIdx.x)), lane = thread % 32;
     const int rows = block.rows(), dims = static_cast<int>(block.p.head_dim_v);
+    const Int b = batch_of(block.p.packed_q, block.site.b), first = block.site.q_row0 + block.i0;
     const abi::Rows& lse = params.call.lse;
     const abi::Tensor& out = params.call.o;
 #pragma unroll
@@ -191,10 +247,10 @@ TW_DEVICE void write_output(const Params& params, const Block& block, const Outp
         float reference = softmax.reference[r] * softmax.scale, sum = softmax.row_sum(r);
         const float factor = close_row(block, row, reference, sum);
         if (lse.data && lane % 4 == 0 && row < rows) {
-            static_cast<float*>(lse.data)[block.site.b * lse.batch + block.h * lse.head + (block.i0 + row) * lse.row] =
+            static_cast<float*>(lse.data)[b * lse.batch + block.h * lse.head + (first + row) * lse.row] =
                 lse_of(reference, sum);
         }
-        Half* const to = static_cast<Half*>(out.data) + block.site.b * out.batch + block.h * out.head + (block.i0 + row) * out.row;
+        Half* const to = static_cast<Half*>(out.data) + b * out.batch + block.h * out.head + (first + row) * out.row;
 #pragma unroll
         for (int n = 0; n < kColumns / 8; n += 4) {
             Word words[4];
@@ -216,15 +272,48 @@ TW_DEVICE void write_output(const Params& params, const Block& block, const Outp
     }
 }
 
+// Rows of V from `rows` on, which belong to another sequence or to none: 0 times what is there may be NaN. Both
+// warpgroups do it, rather than wait for each other.
+TW_DEVICE void clear_rows(Half (&v)[kPanelsV][kTileKV * kPanel], int rows, int group) {
+    constexpr int kChunks = kPanel / 8;
+    for (int n = static_cast<int>(threadIdx.x) % 128; n < kPanelsV * kTileKV * kChunks; n += 128) {
+        const int row = n / kChunks % kTileKV;
+        if (row >= rows) *reinterpret_cast<Chunk*>(v[n / kChunks / kTileKV] + row * kPanel + n % kChunks * 8) = Chunk{};
+    }
+    fence_copies();
+    await_threads(1 + group, 128);
+}
+
+// Bits of keys that the rows' documents do not have go.
+TW_DEVICE void see_documents(Word (&seen)[kRowsPerThread][2], const Block& block, const MaskData& mask, int j0) {
+    const Site& site = block.site;
+    const TokenIds queries = query_documents(mask, site), keys = key_documents(mask, site);
+    DocumentId document[kRowsPerThread];
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) document[r] = query_document(queries, minimum(block.query(row_of(r)), site.q_len - 1));
+#pragma unroll 2
+    for (int n = 0; n < kTileKV / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const DocumentId id = key_document(keys, minimum(j0 + column_of(n, c), site.kv_len - 1));
+#pragma unroll
+            for (int r = 0; r < kRowsPerThread; ++r) {
+                if (id != document[r] || id < 0) seen[r][c] &= ~(1u << n);
+            }
+        }
+    }
+}
+
 TW_DEVICE void consume(const Params& params, Shared& shared) {
     const abi::Problem& p = params.call.problem;
     const int group = __shfl_sync(0xffffffffu, warp_id() / 4, 0);  // the compiler sees that it is the same in all lanes
     const float scale = kRaw ? static_cast<float>(p.softmax_scale) * kLog2E : kLog2E;
-    Ring<1> works;
+    Ring<kWorks> works;
     Ring<kQBuffers> queries;
     Ring<kKStages> keys;
     Ring<kVStages> values;
-    int i0 = 0, head = 0, j0 = 0, n = 0;  // queries, and the tile of keys that is worked on, the last but n
+    int i0 = 0, head = 0, first = 0, n = 0;  // queries, and the tile of keys that is worked on
+    int kv_len = 0, v_rows = 0;              // of a sequence, and of its tile of V from there on
     int full_begin = 0, full_end = 0, passes = 0;  // as in Work
     Scores s;
     Output o;
@@ -242,18 +331,24 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     const auto await_v = [&] { shared.v_full[values.at].wait(values.phase); };
     // Goes to the next tile of queries, if there is one, and to its first tile of keys.
     const auto enter = [&] {
-        shared.work_full.wait(works.phase);
-        const Work& work = shared.work;
+        shared.work_full[works.at].wait(works.phase);
+        const Work& work = shared.work[works.at];
         const bool more = work.count > 0;
         if (more) {
-            i0 = work.i0, head = work.head;
-            full_begin = work.rows[group].full_begin, full_end = work.rows[group].full_end;
-            passes = work.rows[group].passes;
-            n = work.count - 1 - passes, j0 = work.first + n * kTileKV;
+            i0 = work.i0, head = work.head, first = work.first, kv_len = work.kv_len;
+            if (kBands) {
+                full_begin = work.rows[group].full_begin, full_end = work.rows[group].full_end;
+                passes = work.rows[group].passes;
+                n = work.count - 1 - passes;
+            } else {
+                n = work.list.below(work.count);
+            }
         }
-        leave(shared.work_empty), works.advance();
+        if (kBands) leave(shared.work_empty[works.at]);
+        works.advance();
         return more;
     };
+    const auto list = [&]() -> const TileList& { return shared.work[kBands ? 0 : works.at ^ 1].list; };
     const auto start_scores = [&] {
         await_k();
         begin_products();
@@ -269,21 +364,26 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     };
     const auto start_output = [&] {
         await_v();
+        if (kTable && v_rows < kTileKV) clear_rows(shared.v[values.at], v_rows, group);
         begin_products();
         start_output_product(o, probabilities.words, by_columns_of(shared.v[values.at][0], kTileKV));
         commit_products();
     };
     // From products to P; whether o is to be rescaled.
     const auto finish_scores = [&] {
+        const int j0 = first + n * kTileKV;
+        v_rows = kv_len - j0;
         if constexpr (!kRaw) {
             const Block block = block_of(params, i0, head);
             apply_options(s, ScoreContext(p, params.mask, block.site), block, j0);
         }
-        if (j0 < full_begin || j0 + kTileKV > full_end) {
+        const bool full = kBands ? j0 >= full_begin && j0 + kTileKV <= full_end : list().full[n / 32] >> n % 32 & 1u;
+        if (!full) {
             const Block block = block_of(params, i0, head);
             Word visible[kRowsPerThread][2];
 #pragma unroll
             for (int r = 0; r < kRowsPerThread; ++r) see_hull(visible[r], block, params.mask, row_of(r), j0);
+            if constexpr (kDocuments) see_documents(visible, block, params.mask, j0);
             hide(s, visible);
         }
         const bool grown = softmax.raise_reference(s, factors);
@@ -316,8 +416,8 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     probabilities.set(s);
     while (true) {
 #pragma unroll 1
-        for (; n > 0; --n) {
-            j0 -= kTileKV;
+        for (int following = list().below(n); following >= 0; following = list().below(n)) {
+            n = following;
             start_scores();
             start_output();
             wait_for_products<1>();
@@ -331,6 +431,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             probabilities.set(s);
         }
         leave(shared.q_empty[queries.at]), queries.advance();
+        if (!kBands) leave(shared.work_empty[works.at ^ 1]);
         const int i0_before = i0, head_before = head;
         if (!enter()) break;  // nothing is under way here, or ptxas would wait for all products one by one
         const auto write = [&](const Softmax& closed) {
@@ -376,7 +477,7 @@ TW_KERNEL(fwd_sm90, Params, params) {
     Shared& shared = *reinterpret_cast<Shared*>(aligned);
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumers * 4;
-        shared.work_full.init(1), shared.work_empty.init(kWarps + 1);
+        for (int n = 0; n < kWorks; ++n) shared.work_full[n].init(1), shared.work_empty[n].init(kWarps + 1);
         for (int n = 0; n < kQBuffers; ++n) shared.q_full[n].init(1), shared.q_empty[n].init(kWarps);
         for (int n = 0; n < kKStages; ++n) shared.k_full[n].init(1), shared.k_empty[n].init(kWarps);
         for (int n = 0; n < kVStages; ++n) shared.v_full[n].init(1), shared.v_empty[n].init(kWarps);
@@ -388,7 +489,7 @@ TW_KERNEL(fwd_sm90, Params, params) {
     if (warp_id() >= kConsumers * 4) {
         give_registers<kProducerRegisters>();
         if (threadIdx.x == kConsumerThreads) copy(params, shared);
-        if (threadIdx.x == kConsumerThreads + 32) schedule(params, shared);
+        if (warp_id() == kConsumers * 4 + 1) schedule(params, shared);
     } else {
         take_registers<kConsumerRegisters>();
         consume(params, shared);

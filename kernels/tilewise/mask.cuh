@@ -72,9 +72,10 @@ TW_DEVICE int chunk_class(const Site& site, Int chunk, Int i0, Int i1, Int j0, I
 // ---------------------------------------------------------------------------------------------------------------------
 // Arrays
 
-TW_DEVICE Int plane_offset(const abi::MaskArray& a, const Site& site) {
-    return site.b * a.batch + quotient(site.h, a.queries_per_head) * a.head;
+TW_DEVICE Int head_of(const abi::MaskArray& a, const Site& site) {
+    return static_cast<Word>(site.h) / static_cast<Word>(a.queries_per_head);
 }
+TW_DEVICE Int plane_offset(const abi::MaskArray& a, const Site& site) { return site.b * a.batch + head_of(a, site) * a.head; }
 template <int kDType>
 TW_DEVICE Int element(const abi::MaskArray& a, const Site& site, Int row, Int column = 0) {
     return load_integer(a.data, kDType, plane_offset(a, site) + row * a.row + column * a.column);
@@ -85,7 +86,7 @@ struct Extremes {
     Int low, high, low_document;
 };
 TW_DEVICE const Int* summary_of(const abi::MaskArray& a, const Site& site, Int blocks, int numbers) {
-    return a.summary + (site.b * a.plane_batch + quotient(site.h, a.queries_per_head) * a.plane_head) * blocks * numbers;
+    return a.summary + (site.b * a.plane_batch + head_of(a, site) * a.plane_head) * blocks * numbers;
 }
 TW_DEVICE Extremes extremes(const abi::MaskArray& a, const Site& site, Int begin, Int end) {
     const Int* const blocks = summary_of(a, site, ceil_div(a.rows, kSummary), kSummaryNumbers);

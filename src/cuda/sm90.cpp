@@ -5,9 +5,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <random>
+#include <vector>
 
 #include "call.hpp"
 #include "core/summary.hpp"
@@ -36,7 +38,7 @@ static_assert(sizeof(abi::TensorMap) == sizeof(TensorMap));
 
 struct Decision {
     jit::Sm90ForwardSpec spec;
-    int64_t q_tiles = 0, tiles = 0;  // of one head, of all
+    int64_t q_tiles = 0, tiles = 0;  // of a head, of all
     int64_t blocks = 0;
     bool unequal = false;  // later rows see more keys
     int64_t heads_at_once = 1;
@@ -47,8 +49,10 @@ std::optional<Decision> decide(const Problem& p, const Program& program, std::st
     const auto spec = jit::sm90_forward_spec(p, program.mask, jit::kernel_arch(device.major, device.minor), why_not);
     if (!spec) return std::nullopt;
     Decision decision{*spec};
-    decision.q_tiles = ceil_div(p.q_rows, spec->rows());
-    decision.tiles = decision.q_tiles * p.num_heads_q * p.batch;
+    // Of one head of one sequence; or, where lengths are in device memory, of all, and then no fewer than there are.
+    decision.q_tiles = p.packed_q ? p.q_rows / spec->rows() + p.batch : ceil_div(p.q_rows, spec->rows());
+    if (spec->table && !p.packed_q) decision.q_tiles *= p.batch;
+    decision.tiles = decision.q_tiles * p.num_heads_q * (spec->table ? 1 : p.batch);
     decision.blocks = std::min<int64_t>(decision.tiles, device.num_sms);
     const auto no = [&](const char* text) {
         if (why_not != nullptr)
@@ -57,7 +61,8 @@ std::optional<Decision> decide(const Problem& p, const Program& program, std::st
         return std::nullopt;
     };
     if (decision.tiles > INT32_MAX) return no("numbers of tiles have 31 bits");
-    if (p.backend.empty() && (decision.tiles * 2 < device.num_sms || p.q_rows <= 64))
+    // A row's bits shall not depend on how many others there are.
+    if (p.backend.empty() && !p.batch_invariant && (decision.tiles * 2 < device.num_sms || p.max_seqlen_q <= 64))
         return no("too few for this GPU, and fwd_mma has smaller blocks and splits keys");
     // Blocks that work at the same time share keys: all are on the heads of a group, or on as many as half of L2 holds,
     // so that the longest tiles of several heads come first.
@@ -143,21 +148,28 @@ struct Kept {
     mutable std::shared_ptr<const void> of_mma;
 };
 
-std::shared_ptr<const Kept> keep(const Problem& p) {
+std::shared_ptr<const Kept> keep(const Problem& p, Workspace workspace) {
     auto made = std::make_shared<Kept>();
     made->program = program_of(p, Pass::forward);
     made->decision = decide(p, *made->program);
     if (made->decision) {
         const jit::Sm90ForwardSpec& spec = made->decision->spec;
-        made->function = &kernel(p, *made->program, "fwd_sm90.cu", "fwd_sm90", spec, spec.constants());
+        const auto main = [&] {
+            made->function = &kernel(p, *made->program, "fwd_sm90.cu", "fwd_sm90", spec, spec.constants());
+        };
+        Arena arena(workspace.data);
+        std::vector<std::function<void()>> loads = Call(p, made->program->mask, arena).loads();
+        loads.emplace_back(main);
+        side_by_side(loads);
     }
     return made;
 }
 
 void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
     const DeviceGuard guard(p.device.index);
+    if (p.validate) validate_lengths(p, workspace.stream);
     const bool known = workspace.kept != nullptr && *workspace.kept != nullptr;
-    const auto kept = known ? std::static_pointer_cast<const Kept>(*workspace.kept) : keep(p);
+    const auto kept = known ? std::static_pointer_cast<const Kept>(*workspace.kept) : keep(p, workspace);
     if (workspace.kept != nullptr) *workspace.kept = kept;
     if (!kept->decision) {
         workspace.kept = &kept->of_mma;
@@ -170,12 +182,17 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const Call call(p, mask, arena, spec.rows(), spec.keys);
     const Memory memory(arena);
 
+    const abi::Tensor o = to_abi(args.o);
+    const abi::Rows lse = args.lse ? to_abi(args.lse) : abi::Rows{};
+    call.prepare(workspace.stream);
+    call.clear_rows(o, lse, p.num_heads_q, p.head_dim_v, true, workspace.stream);
+
+    const int64_t q_batch = p.packed_q ? 1 : p.batch, kv_batch = p.packed_kv ? 1 : p.batch;
     Params fixed{};
-    fixed.q = map_of(p.q, p.head_dim_qk, p.q_rows, p.num_heads_q, p.batch, spec.rows());
-    fixed.k = map_of(p.k, p.head_dim_qk, p.kv_rows, p.num_heads_kv, p.batch, spec.keys);
-    fixed.v = map_of(p.v, p.head_dim_v, p.kv_rows, p.num_heads_kv, p.batch, spec.keys);
-    fixed.call = {call.problem(), to_abi(args.o), args.lse ? to_abi(args.lse) : abi::Rows{},
-                  jit::takes_16_bytes(args.o)};
+    fixed.q = map_of(p.q, p.head_dim_qk, p.q_rows, p.num_heads_q, q_batch, spec.rows());
+    fixed.k = map_of(p.k, p.head_dim_qk, p.kv_rows, p.num_heads_kv, kv_batch, spec.keys);
+    fixed.v = map_of(p.v, p.head_dim_v, p.kv_rows, p.num_heads_kv, kv_batch, spec.keys);
+    fixed.call = {call.problem(), o, lse, jit::takes_16_bytes(args.o)};
     fixed.plan = {
         {memory.queue, signature()}, decision.tiles, decision.q_tiles, decision.heads_at_once, decision.unequal};
     std::vector<std::byte> params;

@@ -26,13 +26,14 @@ bool fits_tma(const core::Tensor4& t, int64_t batch, int64_t heads) {
 }  // namespace
 
 Constants Sm90ForwardSpec::constants() const {
-    // Registers of an SM: 64 K. setmaxnreg takes multiples of 8.
+    // Registers of an SM: 64 K, shared in multiples of 8. Who classifies tiles needs more than who only counts them.
     const bool three = consumers == 3;
+    const int of_consumer = three ? 160 : bands ? 232 : 216, of_producer = three ? 32 : bands ? 40 : 80;
     return {{"kThreads", threads()},
             {"kBlocks", 1},
             {"kConsumers", consumers},
-            {"kConsumerRegisters", three ? 160 : 232},
-            {"kProducerRegisters", three ? 32 : 40},
+            {"kConsumerRegisters", of_consumer},
+            {"kProducerRegisters", of_producer},
             {"kMTiles", 1},
             {"kTileQ", rows()},
             {"kTileKV", keys},
@@ -41,6 +42,9 @@ Constants Sm90ForwardSpec::constants() const {
             {"kQBuffers", q_buffers},
             {"kDimsQK", dims_qk},
             {"kColumns", columns},
+            {"kBands", bands},
+            {"kDocuments", documents},
+            {"kTable", table},
             {"kPackGQA", 0},
             {"kSplit", 0},
             {"kAligned", 1},
@@ -50,7 +54,7 @@ Constants Sm90ForwardSpec::constants() const {
 
 int64_t Sm90ForwardSpec::shared_bytes() const {  // of struct Shared, and what it takes to align it
     const int64_t qk = round_up(dims_qk, kPanel), v = round_up(columns, kPanel);
-    return 2 * (q_buffers * rows() * qk + keys * (k_stages * qk + v_stages * v)) + 1024 + 1024;
+    return 2 * (q_buffers * rows() * qk + keys * (k_stages * qk + v_stages * v)) + 1024 + (bands ? 1024 : 4096);
 }
 
 std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,
@@ -66,25 +70,27 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
         return no("head dims " + std::to_string(p.head_dim_qk) + " and " + std::to_string(p.head_dim_v) +
                   "; at most 256 are taken");
     if (std::min(p.head_dim_qk, p.head_dim_v) < 1) return no("a head dim of 0");
-    if (!mask.bands) return no("its masks are causal, windows and chunks");
+    if (!mask.bands && !mask.documents) return no("its masks are causal, windows, chunks and documents");
     if (p.bias || !p.score_mod.empty()) return no("it takes no bias and no score_mod");
-    if (p.batch_invariant) return no("batch_invariant: few queries would need other tiles than many");
-    if (p.cu_seqlens_q || p.cu_seqlens_kv || p.seqused_q || p.seqused_kv || p.leftpad_kv || p.q_offsets)
-        return no("lengths and offsets in arrays are not taken");
     if (std::max(p.q_rows, p.kv_rows) >= int64_t{1} << 30)
         return no(std::to_string(std::max(p.q_rows, p.kv_rows)) + " rows; fewer than 2^30 are taken");
     if (std::min({p.q_rows, p.kv_rows, p.batch, p.num_heads_q}) < 1) return no("nothing to do");
-    if (!fits_tma(p.q, p.batch, p.num_heads_q) || !fits_tma(p.k, p.batch, p.num_heads_kv) ||
-        !fits_tma(p.v, p.batch, p.num_heads_kv))
+    const int64_t q_batch = p.packed_q ? 1 : p.batch, kv_batch = p.packed_kv ? 1 : p.batch;
+    if (!fits_tma(p.q, q_batch, p.num_heads_q) || !fits_tma(p.k, kv_batch, p.num_heads_kv) ||
+        !fits_tma(p.v, kv_batch, p.num_heads_kv))
         return no("rows of q, k and v must start at multiples of 16 bytes, with their numbers side by side");
 
     Sm90ForwardSpec spec;
     static_cast<OptionSpec&>(spec) = OptionSpec(p);
     spec.dims_qk = round_up(p.head_dim_qk, 16), spec.columns = round_up(p.head_dim_v, 16);
+    spec.bands = mask.bands, spec.documents = mask.documents;
+    spec.table = p.cu_seqlens_q || p.cu_seqlens_kv || p.seqused_q || p.seqused_kv || p.leftpad_kv || p.q_offsets;
     spec.raw = !spec.softcap && !spec.slopes && p.softmax_scale > 0;
     const int dims = round_up(std::max(spec.dims_qk, spec.columns), kPanel);
     if (dims <= 64) {
-        spec.consumers = 3, spec.k_stages = spec.v_stages = 3;
+        // Three warpgroups have 160 registers per thread: enough where scores need no more than softmax.
+        spec.consumers = spec.raw && spec.bands && !spec.table && !spec.dropout ? 3 : 2;
+        spec.k_stages = spec.v_stages = 3;
     } else if (dims > 128) {  // 227 KB of shared memory leave room for one q, and for fewer keys
         spec.keys = dims <= 192 ? 80 : 64, spec.q_buffers = 1;
     }
@@ -93,6 +99,10 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     spec.k_stages = tuned("kKStages", spec.k_stages), spec.v_stages = tuned("kVStages", spec.v_stages),
     spec.q_buffers = tuned("kQBuffers", spec.q_buffers);
     while (spec.shared_bytes() > shared_limit(arch) && spec.keys > 16) spec.keys -= 16;
+    constexpr int64_t kListed = 4096;  // tiles of keys
+    if (!spec.bands && p.kv_rows > kListed * spec.keys)
+        return no(std::to_string(p.kv_rows) + " keys; lists of visible tiles end at " +
+                  std::to_string(kListed * spec.keys));
     return spec;
 }
 
