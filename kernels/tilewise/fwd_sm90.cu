@@ -27,6 +27,8 @@ constexpr int kQBytes = kPanelsQK * kTileQ * kPanel * 2;
 constexpr int kKBytes = kPanelsQK * kTileKV * kPanel * 2, kVBytes = kPanelsV * kTileKV * kPanel * 2;
 constexpr int kConsumerThreads = kConsumers * 128;
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
+// What warpgroups give and take is what the block has at its start; who asks for more waits for ever.
+static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 
 // Of the tiles of keys from Work::first on: which some row sees, and which all rows see. Bands need no list.
 constexpr int kListed = kBands ? 32 : 4096;
@@ -317,7 +319,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     int full_begin = 0, full_end = 0, passes = 0;  // as in Work
     Scores s;
     Output o;
-    Probabilities probabilities;
+    Probabilities probabilities{};
     Softmax softmax(scale);
     float factors[kRowsPerThread];
 
@@ -328,7 +330,10 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     const auto leave_k = [&] { leave(shared.k_empty[keys.at]), keys.advance(); };
     const auto leave_v = [&] { leave(shared.v_empty[values.at]), values.advance(); };
     const auto await_k = [&] { shared.k_full[keys.at].wait(keys.phase); };
-    const auto await_v = [&] { shared.v_full[values.at].wait(values.phase); };
+    const auto await_v = [&] {
+        shared.v_full[values.at].wait(values.phase);
+        if (kTable && v_rows < kTileKV) clear_rows(shared.v[values.at], v_rows, group);
+    };
     // Goes to the next tile of queries, if there is one, and to its first tile of keys.
     const auto enter = [&] {
         shared.work_full[works.at].wait(works.phase);
@@ -350,21 +355,12 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     };
     const auto list = [&]() -> const TileList& { return shared.work[kBands ? 0 : works.at ^ 1].list; };
     const auto start_scores = [&] {
-        await_k();
         begin_products();
         start_score_product(s, by_rows_of(shared.q[queries.at][0] + group * 64 * kPanel, kTileQ),
                             by_rows_of(shared.k[keys.at][0], kTileKV));
         commit_products();
     };
-    const auto start_first_scores = [&] {
-        // One tile may pass: to wait for a third one before the v of the tile before is free would be forever.
-        if (passes) await_k(), leave_k();
-        shared.q_full[queries.at].wait(queries.phase);
-        start_scores();
-    };
     const auto start_output = [&] {
-        await_v();
-        if (kTable && v_rows < kTileKV) clear_rows(shared.v[values.at], v_rows, group);
         begin_products();
         start_output_product(o, probabilities.words, by_columns_of(shared.v[values.at][0], kTileKV));
         commit_products();
@@ -397,29 +393,67 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         return grown;
     };
 
-    const auto clear = [&] {
+    for (bool first_work = true;; first_work = false) {
+        // Two products between two tiles of queries, too; ptxas gives up on overlapping them where a path has only one.
+        // Before the first tile, and after the last, one of them is of what happens to be there, and is not used.
+        const int i0_before = i0, head_before = head;
+        const bool more = enter();
+        const auto start_first_scores = [&] {
+            if (more) {
+                // One tile may pass: to wait for a third one before the v of the tile before is free would be forever.
+                if (passes) await_k(), leave_k();
+                shared.q_full[queries.at].wait(queries.phase);
+                await_k();
+            }
+            start_scores();
+        };
+        const auto start_last_output = [&] {
+            if (!first_work) await_v();
+            start_output();
+        };
+        const auto write = [&](const Softmax& closed) {
+            hold(o);
+            if (first_work) return;
+            leave_v();
+            write_output(params, block_of(params, i0_before, head_before), o, closed);
+        };
+        const auto finish_first_scores = [&] {
+            softmax = Softmax(scale);
+            if (more) leave_k(), finish_scores();
+        };
+        if constexpr (kQBuffers > 1) {  // the next q is there already
+            start_first_scores();
+            start_last_output();
+            wait_for_products<1>();
+            hold(s);
+            const Softmax closed = softmax;
+            finish_first_scores();
+            wait_for_products<0>();
+            write(closed);
+        } else {
+            start_last_output();
+            start_first_scores();
+            wait_for_products<1>();
+            write(softmax);
+            wait_for_products<0>();
+            hold(s);
+            finish_first_scores();
+        }
+        if (!more) break;
+        if (passes) shared.v_full[values.at].wait(values.phase), leave_v();
 #pragma unroll
         for (int f = 0; f < kColumns / 8; ++f) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) o[0][f][e] = 0;
         }
-        if (passes) await_v(), leave_v();
-    };
-
-    if (!enter()) return;
-    start_first_scores();
-    clear();
-    wait_for_products<0>();
-    hold(s);
-    leave_k();
-    finish_scores();
-    probabilities.set(s);
-    while (true) {
+        probabilities.set(s);
 #pragma unroll 1
         for (int following = list().below(n); following >= 0; following = list().below(n)) {
-            n = following;
+            await_k();
             start_scores();
+            await_v();
             start_output();
+            n = following;
             wait_for_products<1>();
             hold(s);
             leave_k();
@@ -432,43 +466,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         }
         leave(shared.q_empty[queries.at]), queries.advance();
         if (!kBands) leave(shared.work_empty[works.at ^ 1]);
-        const int i0_before = i0, head_before = head;
-        if (!enter()) break;  // nothing is under way here, or ptxas would wait for all products one by one
-        const auto write = [&](const Softmax& closed) {
-            hold(o);
-            leave_v();
-            write_output(params, block_of(params, i0_before, head_before), o, closed);
-            clear();
-        };
-        if constexpr (kQBuffers > 1) {  // the next q is there already
-            start_first_scores();
-            start_output();
-            wait_for_products<1>();
-            hold(s);
-            leave_k();
-            const Softmax closed = softmax;
-            softmax = Softmax(scale);
-            finish_scores();
-            wait_for_products<0>();
-            probabilities.set(s);
-            write(closed);
-        } else {
-            start_output();
-            start_first_scores();
-            wait_for_products<1>();
-            write(softmax);
-            softmax = Softmax(scale);
-            wait_for_products<0>();
-            hold(s);
-            leave_k();
-            finish_scores();
-            probabilities.set(s);
-        }
     }
-    start_output();
-    wait_for_products<0>();
-    hold(o);
-    write_output(params, block_of(params, i0, head), o, softmax);
 }
 
 TW_KERNEL(fwd_sm90, Params, params) {

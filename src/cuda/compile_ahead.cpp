@@ -55,10 +55,18 @@ std::vector<jit::Source> forward_mma(const Problem& p, const Arch& arch, std::st
 
 std::vector<jit::Source> forward_sm90(const Problem& p, const Arch& arch, std::string& why_not) {
     const jit::MaskProgram mask = jit::render_mask(p);
-    const auto spec = jit::sm90_forward_spec(p, mask, arch, &why_not);
-    if (!spec) return {};
-    std::vector<jit::Source> sources{jit::attention_source("fwd_sm90.cu", *spec, spec->constants(), p, mask)};
-    // Few queries, and lengths in arrays, are left to fwd_mma.
+    std::vector<jit::Source> sources;
+    std::set<std::string> known;
+    for (const int64_t queries : {int64_t{512}, int64_t{1} << 20}) {  // few and many have tiles of their own
+        Problem sized = p;
+        sized.max_seqlen_q = queries;
+        const auto spec = jit::sm90_forward_spec(sized, mask, arch, &why_not);
+        if (!spec) return {};
+        const jit::Constants constants = spec->constants();
+        if (known.insert(jit::text_of(*spec, constants)).second)
+            sources.push_back(jit::attention_source("fwd_sm90.cu", *spec, constants, p, mask));
+    }
+    // The fewest queries are left to fwd_mma.
     for (jit::Source& source : forward_mma(p, arch, why_not)) sources.push_back(std::move(source));
     return sources;
 }

@@ -28,7 +28,7 @@ bool fits_tma(const core::Tensor4& t, int64_t batch, int64_t heads) {
 Constants Sm90ForwardSpec::constants() const {
     // Registers of an SM: 64 K, shared in multiples of 8. Who classifies tiles needs more than who only counts them.
     const bool three = consumers == 3;
-    const int of_consumer = three ? 160 : bands ? 232 : 216, of_producer = three ? 32 : bands ? 40 : 80;
+    const int of_consumer = three ? 160 : bands ? 232 : 216, of_producer = three ? 32 : bands ? 40 : 72;
     return {{"kThreads", threads()},
             {"kBlocks", 1},
             {"kConsumers", consumers},
@@ -88,11 +88,16 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     spec.raw = !spec.softcap && !spec.slopes && p.softmax_scale > 0;
     const int dims = round_up(std::max(spec.dims_qk, spec.columns), kPanel);
     if (dims <= 64) {
-        // Three warpgroups have 160 registers per thread: enough where scores need no more than softmax.
-        spec.consumers = spec.raw && spec.bands && !spec.table && !spec.dropout ? 3 : 2;
-        spec.k_stages = spec.v_stages = 3;
-    } else if (dims > 128) {  // 227 KB of shared memory leave room for one q, and for fewer keys
+        // Three warpgroups have 160 registers per thread: enough where scores need no more than softmax. With a causal
+        // mask 192 queries see more tiles that are half hidden: what counts while there are few.
+        const bool short_causal = mask.window_right >= 0 && p.max_seqlen_q <= 1024 && !p.batch_invariant;
+        spec.consumers = spec.raw && spec.bands && !spec.table && !spec.dropout && !short_causal ? 3 : 2;
+        spec.k_stages = spec.v_stages = 4;
+    } else if (dims <= 128) {
+        spec.k_stages = 3;  // scores come first
+    } else {                // 227 KB of shared memory leave room for one q, and for fewer keys
         spec.keys = dims <= 192 ? 80 : 64, spec.q_buffers = 1;
+        if (dims > 192) spec.k_stages = 3;
     }
     const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_sm90", name, fallback); };
     spec.consumers = tuned("kConsumers", spec.consumers), spec.keys = tuned("kTileKV", spec.keys);
