@@ -46,6 +46,7 @@ struct TileList {
 
 struct Work {  // one tile of queries
     int i0, head;  // its first query, and its head among those of all sequences
+    Site site;     // where lengths are in device memory
     int q_row, q_batch, h, kv_row, kv_batch, head_kv;  // where it lies in q, and its key 0 in k and v
     int kv_len;
     int first, count;  // tiles of keys: where they start, how many there are; 0: there is no more work
@@ -55,7 +56,9 @@ struct Work {  // one tile of queries
     } rows[kConsumers];
     TileList list;
 };
-constexpr int kWorks = kBands ? 1 : 2;
+// Where it takes a while to find out what is next, it is found out while there is work still.
+constexpr bool kAhead = kTable || !kBands;
+constexpr int kWorks = kAhead ? 2 : 1;
 
 struct __align__(1024) Shared {
     Half q[kQBuffers][kPanelsQK][kTileQ * kPanel];
@@ -111,7 +114,7 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
         const Block block = block_of(params, i0, head);
         const Site& site = block.site;
 
-        if (!kBands) shared.work_empty[works.at].wait(works.phase ^ 1u);
+        if (kAhead) shared.work_empty[works.at].wait(works.phase ^ 1u);
         Work& work = shared.work[works.at];
         if (lane == 0) {
             work.i0 = i0, work.head = head;
@@ -119,6 +122,7 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
             work.h = static_cast<int>(site.h), work.head_kv = static_cast<int>(site.head_kv);
             work.kv_row = static_cast<int>(site.kv_row0), work.kv_batch = static_cast<int>(batch_of(p.packed_kv, site.b));
             work.kv_len = static_cast<int>(site.kv_len);
+            if (kTable) work.site = site;
         }
         const KeyRange seen = keys_of(block, params.mask, 0, block.rows() - 1);
         int first = seen.begin / kTileKV * kTileKV, count = seen.end > seen.begin ? (seen.end - first + kTileKV - 1) / kTileKV : 0;
@@ -144,10 +148,10 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
         __syncwarp();
         if (lane == 0) shared.work_full[works.at].arrive();
         // Not before nearly all has been asked for: what one block takes too early, another could begin sooner.
-        if (kBands) shared.work_empty[works.at].wait(works.phase);
+        if (!kAhead) shared.work_empty[works.at].wait(works.phase);
         works.advance();
     }
-    if (!kBands) shared.work_empty[works.at].wait(works.phase ^ 1u);
+    if (kAhead) shared.work_empty[works.at].wait(works.phase ^ 1u);
     if (lane > 0) return;
     shared.work[works.at].count = 0;
     shared.work_full[works.at].arrive();
@@ -194,13 +198,13 @@ TW_DEVICE void copy(const Params& params, Shared& shared) {
         queries.advance();
 #pragma unroll 1
         while (n >= 0) {
-            if (kBands && n == (count > 1)) shared.work_empty[works.at].arrive();  // what comes next takes a moment to find
+            if (!kAhead && n == (count > 1)) shared.work_empty[works.at].arrive();  // what comes next takes a moment to find
             const int following = work.list.below(n);
             if (following >= 0) copy_k(following);
             copy_v(n);
             n = following;
         }
-        if (!kBands) shared.work_empty[works.at].arrive();
+        if (kAhead) shared.work_empty[works.at].arrive();
     }
 }
 
@@ -286,18 +290,20 @@ TW_DEVICE void clear_rows(Half (&v)[kPanelsV][kTileKV * kPanel], int rows, int g
     await_threads(1 + group, 128);
 }
 
-// Bits of keys that the rows' documents do not have go.
+// Bits of keys that the rows' documents do not have go. A lane reads the ids of every 32nd key, and shows them to others.
 TW_DEVICE void see_documents(Word (&seen)[kRowsPerThread][2], const Block& block, const MaskData& mask, int j0) {
     const Site& site = block.site;
     const TokenIds queries = query_documents(mask, site), keys = key_documents(mask, site);
-    DocumentId document[kRowsPerThread];
+    DocumentId ids[(kTileKV + 31) / 32], document[kRowsPerThread];
+#pragma unroll
+    for (int n = 0; n < (kTileKV + 31) / 32; ++n) ids[n] = key_document(keys, minimum(j0 + n * 32 + lane_id(), site.kv_len - 1));
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) document[r] = query_document(queries, minimum(block.query(row_of(r)), site.q_len - 1));
-#pragma unroll 2
+#pragma unroll
     for (int n = 0; n < kTileKV / 8; ++n) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-            const DocumentId id = key_document(keys, minimum(j0 + column_of(n, c), site.kv_len - 1));
+            const DocumentId id = __shfl_sync(0xffffffffu, ids[n / 4], column_of(n % 4, c));
 #pragma unroll
             for (int r = 0; r < kRowsPerThread; ++r) {
                 if (id != document[r] || id < 0) seen[r][c] &= ~(1u << n);
@@ -315,6 +321,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     Ring<kKStages> keys;
     Ring<kVStages> values;
     int i0 = 0, head = 0, first = 0, n = 0;  // queries, and the tile of keys that is worked on
+    int slot = 0;                            // of its work
     int kv_len = 0, v_rows = 0;              // of a sequence, and of its tile of V from there on
     int full_begin = 0, full_end = 0, passes = 0;  // as in Work
     Scores s;
@@ -349,11 +356,16 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
                 n = work.list.below(work.count);
             }
         }
-        if (kBands) leave(shared.work_empty[works.at]);
+        slot = works.at;
+        if (!kAhead) leave(shared.work_empty[slot]);
         works.advance();
         return more;
     };
-    const auto list = [&]() -> const TileList& { return shared.work[kBands ? 0 : works.at ^ 1].list; };
+    const auto list = [&]() -> const TileList& { return shared.work[slot].list; };
+    const auto block_at = [&](int i0, int head, int slot) -> Block {
+        if constexpr (kTable) return {p, 1, shared.work[slot].site.h, i0, shared.work[slot].site};
+        return block_of(params, i0, head);
+    };
     const auto start_scores = [&] {
         begin_products();
         start_score_product(s, by_rows_of(shared.q[queries.at][0] + group * 64 * kPanel, kTileQ),
@@ -370,12 +382,12 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         const int j0 = first + n * kTileKV;
         v_rows = kv_len - j0;
         if constexpr (!kRaw) {
-            const Block block = block_of(params, i0, head);
+            const Block block = block_at(i0, head, slot);
             apply_options(s, ScoreContext(p, params.mask, block.site), block, j0);
         }
         const bool full = kBands ? j0 >= full_begin && j0 + kTileKV <= full_end : list().full[n / 32] >> n % 32 & 1u;
         if (!full) {
-            const Block block = block_of(params, i0, head);
+            const Block block = block_at(i0, head, slot);
             Word visible[kRowsPerThread][2];
 #pragma unroll
             for (int r = 0; r < kRowsPerThread; ++r) see_hull(visible[r], block, params.mask, row_of(r), j0);
@@ -387,7 +399,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
 #pragma unroll
         for (int f = 0; f < kTileKV / 8; ++f) softmax.exponentiate(s[0][f], shifts, 0);
         if constexpr (kDropout) {
-            const Block block = block_of(params, i0, head);
+            const Block block = block_at(i0, head, slot);
             drop(s, Philox::make(p, block.site), block, j0);
         }
         return grown;
@@ -396,7 +408,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     for (bool first_work = true;; first_work = false) {
         // Two products between two tiles of queries, too; ptxas gives up on overlapping them where a path has only one.
         // Before the first tile, and after the last, one of them is of what happens to be there, and is not used.
-        const int i0_before = i0, head_before = head;
+        const int i0_before = i0, head_before = head, slot_before = slot;
         const bool more = enter();
         const auto start_first_scores = [&] {
             if (more) {
@@ -415,7 +427,8 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             hold(o);
             if (first_work) return;
             leave_v();
-            write_output(params, block_of(params, i0_before, head_before), o, closed);
+            write_output(params, block_at(i0_before, head_before, slot_before), o, closed);
+            if (kAhead) leave(shared.work_empty[slot_before]);
         };
         const auto finish_first_scores = [&] {
             softmax = Softmax(scale);
@@ -465,7 +478,6 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             probabilities.set(s);
         }
         leave(shared.q_empty[queries.at]), queries.advance();
-        if (!kBands) leave(shared.work_empty[works.at ^ 1]);
     }
 }
 
