@@ -14,6 +14,7 @@
 #include "jit/mma_spec.hpp"
 #include "jit/nvrtc.hpp"
 #include "jit/render_mask.hpp"
+#include "jit/sm90_spec.hpp"
 #include "jit/store.hpp"
 #include "tilewise/tilewise.h"
 
@@ -129,9 +130,10 @@ TEST_F(CompileAhead, PackIsFoundByARun) {
 
     const std::string pack = folder_ + "/pack";
     ASSERT_EQ(compile("sm_90a", pack), TILEWISE_OK) << tilewise_last_error();
-    for (const char* part :
-         {"\"family\": \"fwd_mma\"", "\"entry\": \"fwd_mma\"", "\"file\": \"combine.cu\"", "\"file\": \"prepare.cu\"",
-          "\"arch\": \"sm_90\"", "\"registers\": ", "\"spill_store_bytes\": ", "\"from_cache\": false"})
+    for (const char* part :  // fwd_sm90, and fwd_mma for what that one leaves to it
+         {"\"family\": \"fwd_sm90\"", "\"entry\": \"fwd_sm90\", \"arch\": \"sm_90a\"",
+          "\"entry\": \"fwd_mma\", \"arch\": \"sm_90\"", "\"file\": \"combine.cu\"", "\"file\": \"prepare.cu\"",
+          "\"registers\": ", "\"spill_store_bytes\": ", "\"from_cache\": false"})
         EXPECT_TRUE(contains(report_, part)) << part << " in:\n" << report_;
     EXPECT_FALSE(contains(report_, "null")) << report_;
     EXPECT_FALSE(contains(report_, "fwd_simt")) << report_;
@@ -152,6 +154,10 @@ TEST_F(CompileAhead, PackIsFoundByARun) {
     raw.device_type = TILEWISE_CUDA;
     const core::Problem p = core::make_problem(raw, false);
     const jit::MaskProgram mask = jit::render_mask(p);
+    const auto hopper = jit::sm90_forward_spec(p, mask, jit::Arch::parse("90"), nullptr);
+    ASSERT_TRUE(hopper);
+    const jit::Source best = jit::attention_source("fwd_sm90.cu", *hopper, hopper->constants(), p, mask);
+    EXPECT_TRUE(contains(jit::obtain(best, 9, 0, 11000).about, "fwd_sm90.cu sm_90a"));
     const auto spec = jit::mma_forward_spec(p, mask, jit::Arch::parse("90"), nullptr);
     ASSERT_TRUE(spec);
     const jit::MmaForwardSpec laid_out = jit::mma_forward_layout(p, *spec, 132, jit::shared_limit({9, 0, false})).spec;
@@ -165,7 +171,13 @@ TEST_F(CompileAhead, OtherKernelsWhereABackendOrTheGpuWantsThem) {
     problem_.backend = "simt";
     ASSERT_EQ(compile("90", folder_), TILEWISE_OK) << tilewise_last_error();
     EXPECT_TRUE(contains(report_, "\"entry\": \"fwd_simt\"")) << report_;
-    EXPECT_FALSE(contains(report_, "fwd_mma")) << report_;
+    EXPECT_FALSE(contains(report_, "fwd_mma") || contains(report_, "fwd_sm90")) << report_;
+    problem_.backend = "mma";
+    ASSERT_EQ(compile("90", folder_), TILEWISE_OK) << tilewise_last_error();
+    EXPECT_TRUE(contains(report_, "\"entry\": \"fwd_mma\"")) << report_;
+    EXPECT_FALSE(contains(report_, "fwd_sm90")) << report_;
+    problem_.backend = "sm90";
+    expect_refused(compile("80", folder_), TILEWISE_UNSUPPORTED, {"fwd_sm90", "sm_80", "sm_90 alone"});
 
     problem_.backend = nullptr;
     problem_.q = problem_.k = problem_.v = tensor(TILEWISE_BFLOAT16, {1, 100, 2, 64});

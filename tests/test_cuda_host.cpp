@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "core/error.hpp"
+#include "core/types.hpp"
 #include "cuda/device.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/module.hpp"
@@ -679,6 +680,101 @@ TILEWISE_ON_FAKE_GPU(OneCallGivesWhatTheCpuGives) {
     }
 }
 
+// One call in float16: q and o start so many numbers after a multiple of 256 bytes.
+struct HalfCallOnGpu {
+    static constexpr int64_t kHeads = 2, kDims = 16, kWidth = kHeads * kDims;
+    struct Sizes {
+        int64_t rows_q = 200, rows_kv = 200, shift_q = 0, shift_o = 0;
+    } sizes;
+    std::array<std::vector<float>, 3> host;  // q, k, v: halves
+    std::array<Memory, 4> memory;            // and o
+    tilewise_problem problem{};
+    tilewise_forward_args args{};
+
+    explicit HalfCallOnGpu(const Sizes& s)
+        : sizes(s), memory{room(s.rows_q + 1), room(s.rows_kv), room(s.rows_kv), room(s.rows_q + 1)} {
+        tilewise_problem_init(&problem);
+        tilewise_forward_args_init(&args);
+        problem.device_type = TILEWISE_CUDA, problem.causal = 1;
+        const DeviceGuard guard(0);
+        for (size_t n = 0; n < 3; ++n) {
+            const auto count = static_cast<size_t>(rows(n) * kWidth);
+            std::vector<uint16_t> bits;
+            for (size_t i = 0; i < count; ++i) {
+                bits.push_back(core::float_to_half(std::sin(static_cast<float>((i + n) * i % 997))));
+                host[n].push_back(core::half_to_float(bits.back()));
+            }
+            if (count > 0) copy_to_device(at(n), bits.data(), count * sizeof(uint16_t), nullptr);
+        }
+        synchronize(nullptr);
+        problem.q = tensor(0), problem.k = tensor(1), problem.v = tensor(2), args.o = tensor(3);
+    }
+    static Memory room(int64_t rows) { return Memory(0, static_cast<size_t>((rows + 1) * kWidth) * sizeof(uint16_t)); }
+    [[nodiscard]] int64_t rows(size_t n) const { return n == 1 || n == 2 ? sizes.rows_kv : sizes.rows_q; }
+    [[nodiscard]] uint16_t* at(size_t n) const {
+        return static_cast<uint16_t*>(memory[n].data()) + (n == 0 ? sizes.shift_q : n == 3 ? sizes.shift_o : 0);
+    }
+    [[nodiscard]] tilewise_tensor tensor(size_t n) const {
+        return {at(n), TILEWISE_FLOAT16, 4, {1, rows(n), kHeads, kDims}, {rows(n) * kWidth, kWidth, kDims, 1}};
+    }
+    void expect_what_the_cpu_gives() {
+        std::vector<uint16_t> bits(static_cast<size_t>(sizes.rows_q * kWidth));
+        {
+            const DeviceGuard guard(0);
+            copy_to_host(bits.data(), at(3), bits.size() * sizeof(uint16_t), nullptr);
+            synchronize(nullptr);
+        }
+        tilewise_problem cpu = problem;
+        tilewise_forward_args cpu_args = args;
+        std::vector<float> o(bits.size());
+        cpu.device_type = TILEWISE_CPU;
+        for (auto [tensor, data] : {std::pair{&cpu.q, host[0].data()},
+                                    {&cpu.k, host[1].data()},
+                                    {&cpu.v, host[2].data()},
+                                    {&cpu_args.o, o.data()}})
+            tensor->data = data, tensor->dtype = TILEWISE_FLOAT32;
+        ASSERT_EQ(tilewise_forward(&cpu, &cpu_args), TILEWISE_OK) << tilewise_last_error();
+        for (size_t n = 0; n < o.size(); ++n) ASSERT_NEAR(core::half_to_float(bits[n]), o[n], 2e-3) << n;
+    }
+};
+
+// A plan of fwd_sm90 serves what that kernel does not take, too: then fwd_mma runs inside. Tensor maps say which ran.
+TILEWISE_ON_FAKE_GPU(PlansOfTheHopperKernelServeOtherRuns, {"TILEWISE_FAKE_SMS", "4"}) {
+    tilewise_plan* plan = nullptr;
+    {
+        const HalfCallOnGpu planned({});
+        ASSERT_EQ(tilewise_plan_create(&planned.problem, TILEWISE_FORWARD, &plan), TILEWISE_OK)
+            << tilewise_last_error();
+    }
+    std::string text(tilewise_plan_explain(plan, nullptr, 0), '\0');
+    tilewise_plan_explain(plan, text.data(), text.size());
+    EXPECT_NE(text.find("implementation: fwd_sm90"), std::string::npos) << text;
+    EXPECT_NE(text.find("warpgroups and a producer"), std::string::npos) << text;
+
+    const auto maps_of = [&](const HalfCallOnGpu::Sizes& sizes) {
+        HalfCallOnGpu call(sizes);
+        size_t bytes = 0;
+        EXPECT_EQ(tilewise_plan_workspace_size_for(plan, &call.problem, &bytes), TILEWISE_OK) << tilewise_last_error();
+        const Memory workspace(0, bytes);
+        const auto before = calls(fake_driver(), "cuTensorMapEncodeTiled");
+        EXPECT_EQ(tilewise_plan_forward(plan, &call.problem, &call.args, workspace.data(), bytes, nullptr), TILEWISE_OK)
+            << tilewise_last_error();
+        call.expect_what_the_cpu_gives();
+        return calls(fake_driver(), "cuTensorMapEncodeTiled") - before;
+    };
+    constexpr unsigned long long kHopper = 3, kOther = 0;
+    for (int run = 0; run < 2; ++run) {  // the second finds all decisions made
+        EXPECT_EQ(maps_of({}), kHopper);
+        EXPECT_EQ(maps_of({.shift_q = 1}), kOther);
+        EXPECT_EQ(maps_of({.shift_q = 8}), kHopper);
+        EXPECT_EQ(maps_of({.shift_o = 1}), kHopper);  // o is written by single numbers
+        EXPECT_EQ(maps_of({.rows_q = 300, .rows_kv = 130}), kHopper);
+        EXPECT_EQ(maps_of({.rows_q = 40}), kOther);  // too few for tiles of this size
+        EXPECT_EQ(maps_of({.rows_kv = 0}), kOther);
+    }
+    tilewise_plan_destroy(plan);
+}
+
 TILEWISE_ON_FAKE_GPU(RefusalsNameWhatIsWrong) {
     CallOnGpu call;
     const auto refused = [&](tilewise_status status, const char* text) {
@@ -688,7 +784,7 @@ TILEWISE_ON_FAKE_GPU(RefusalsNameWhatIsWrong) {
     call.problem.backend = "cpu_tiled";
     refused(TILEWISE_UNSUPPORTED, "works on CPU tensors; these are on cuda:0");
     call.problem.backend = "simd";
-    refused(TILEWISE_INVALID_ARGUMENT, "fwd_mma, fwd_simt, bwd_mma, bwd_simt, cpu_tiled, reference");
+    refused(TILEWISE_INVALID_ARGUMENT, "fwd_sm90, fwd_mma, fwd_simt, bwd_mma, bwd_simt, cpu_tiled, reference");
     call.problem.backend = nullptr;
     call.problem.device_index = 7;
     EXPECT_NE(tilewise_forward(&call.problem, &call.args), TILEWISE_OK);

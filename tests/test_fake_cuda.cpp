@@ -752,6 +752,83 @@ TEST_F(FakeCuda, TensorMaps) {
     EXPECT_EQ(1, encode(3, 128, 64, 3, 8));
 }
 
+// A tile of a tensor, as the copy engine of a Hopper brings it: rows of 128 bytes, whose chunk c of 16 bytes lies at
+// c ^ row % 8, and zeros for what lies outside.
+TEST_F(FakeCuda, CopiesTilesOfTensors) {
+    constexpr int kWidth = 72, kRows = 11, kHeads = 3, kPitch = 80;  // numbers of a row, and from row to row
+    constexpr int kTileRows = 16, kTile = 64 * kTileRows;
+    std::vector<unsigned short> values(size_t{kPitch} * kRows * kHeads, 0xffff);  // what no axis reaches
+    const auto number = [](int column, int row, int head) {
+        return static_cast<unsigned short>(1 + column + kWidth * (row + kRows * head));
+    };
+    for (int head = 0; head < kHeads; ++head) {
+        for (int row = 0; row < kRows; ++row) {
+            for (int c = 0; c < kWidth; ++c)
+                values[static_cast<size_t>((head * kRows + row) * kPitch + c)] = number(c, row, head);
+        }
+    }
+    const Array<unsigned short> tensor(values);
+    struct Params {
+        alignas(64) unsigned char map[128];
+        void *tiles, *bytes, *coordinates;
+        long long n;
+    } params{};
+    const auto encode = [&](int swizzle) {
+        const uint64_t dims[] = {kWidth, kRows, kHeads}, strides[] = {2 * kPitch, 2 * kPitch * kRows};
+        const uint32_t box[] = {64, kTileRows, 1}, ones[] = {1, 1, 1};
+        return api()("cuTensorMapEncodeTiled", static_cast<void*>(params.map), 6, 3u, static_cast<void*>(tensor.get()),
+                     static_cast<const uint64_t*>(dims), static_cast<const uint64_t*>(strides),
+                     static_cast<const uint32_t*>(box), static_cast<const uint32_t*>(ones), 0, swizzle, 2, 0);
+    };
+    ASSERT_EQ(0, encode(3)) << message();
+    void* f = kernel(R"(
+struct Params { alignas(64) unsigned char map[128]; unsigned short* tiles; int *bytes, *coordinates; long long n; };
+constexpr int kThreads = 32;
+TW_KERNEL(kernel, Params, p) {
+    __shared__ alignas(1024) unsigned short tile[64 * 16 + 1];
+    tile[64 * 16] = 77;
+    if (threadIdx.x == 0) p.bytes[blockIdx.x] = tw_copy_tensor(tile + p.n, p.map, p.coordinates + 3 * blockIdx.x);
+    __syncthreads();
+    for (int i = threadIdx.x; i < 64 * 16; i += 32) p.tiles[64 * 16 * blockIdx.x + i] = tile[i];
+    if (threadIdx.x == 0 && tile[64 * 16] != 77) p.bytes[blockIdx.x] = -1;
+})");
+    const std::vector<std::vector<int>> places = {
+        {0, 0, 0},       {0, 0, 2},  // more rows than there are: none of the next head
+        {64, 3, 1},                  // 8 numbers of 64
+        {-5, -7, 1},                 // before the first number and the first row
+        {0, 11, 0},      {0, 100, 1}, {72, 0, 0}, {0, -16, 1}, {0, 0, 3}, {0, 0, -1},  // wholly outside
+        {0, 1 << 30, 2},
+    };
+    const auto count = static_cast<unsigned>(places.size());
+    std::vector<int> coordinates;
+    for (const std::vector<int>& place : places) coordinates.insert(coordinates.end(), place.begin(), place.end());
+    const Array<unsigned short> tiles(size_t{kTile} * count);
+    const Array<int> bytes(count), where(coordinates);
+    params.tiles = tiles.get(), params.bytes = bytes.get(), params.coordinates = where.get();
+    ASSERT_EQ(0, launch(f, count, 32, params)) << message();
+    EXPECT_EQ(bytes.values(), std::vector<int>(count, 2 * kTile));
+    const std::vector<unsigned short> found = tiles.values();
+    for (size_t n = 0; n < count; ++n) {
+        for (int row = 0; row < kTileRows; ++row) {
+            for (int c = 0; c < 64; ++c) {
+                const int column = places[n][0] + c, r = places[n][1] + row, head = places[n][2];
+                const bool inside = column >= 0 && column < kWidth && r >= 0 && r < kRows && head >= 0 && head < kHeads;
+                const int at = row * 64 + ((c / 8) ^ (row % 8)) * 8 + c % 8;
+                ASSERT_EQ(found[n * kTile + static_cast<size_t>(at)], inside ? number(column, r, head) : 0)
+                    << "tile " << n << ", row " << row << ", column " << c;
+            }
+        }
+    }
+    // What the hardware does not take, or the fake one does not do.
+    params.n = 8;
+    EXPECT_EQ(716, launch(f, 1, 32, params));
+    EXPECT_NE(std::string::npos, message().find("128 does not divide")) << message();
+    params.n = 0;
+    ASSERT_EQ(0, encode(0));
+    EXPECT_NE(0, launch(f, 1, 32, params));
+    EXPECT_NE(std::string::npos, message().find("not emulated")) << message();
+}
+
 TEST_F(FakeCuda, Speed) {
     void* f = with_prologue(R"(
 namespace tilewise {

@@ -26,7 +26,7 @@ ROOMS = {
     "tests": {"include", "src", "src/core", "src/jit", "src/cpu", "src/cuda", "kernels", "tests"},
     "bench": {"include", "bench"},
 }
-RENDERED = {"spec.cuh"}  # device text that the host writes for each kernel
+RENDERED = {"spec.cuh", "wgmma.cuh"}  # device text that the host writes for each kernel
 INCLUDE_PATH = ("src", "include", "kernels", "tests", "bench")  # besides the folder of the including file
 
 

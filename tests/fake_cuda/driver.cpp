@@ -2,7 +2,8 @@
 // are CPU code from the fake NVRTC (nvrtc.cpp) and run on fibers (engine.cpp); everything is done when a call returns.
 // Device memory is host memory between guard pages, with red zones around it and NaN in it. The engine and calls.hpp
 // list more variables of the environment; here:
-//   TILEWISE_FAKE_CC=9.0  TILEWISE_FAKE_DEVICES=2  TILEWISE_FAKE_DRIVER=13000  TILEWISE_FAKE_MEMORY=bytes
+//   TILEWISE_FAKE_CC=9.0  TILEWISE_FAKE_SMS=132  TILEWISE_FAKE_DEVICES=2  TILEWISE_FAKE_DRIVER=13000
+//   TILEWISE_FAKE_MEMORY=bytes
 // For tests: tilewise_fake_calls("cuMemAlloc") counts calls, tilewise_fake_message() is the last complaint.
 #include <dlfcn.h>
 #include <link.h>
@@ -201,6 +202,7 @@ Chip chip() {
     if (cc >= 120) return {188, 102400, 101376, 1536, 24};
     return {cc >= 100 ? 148 : 132, 233472, 232448, 2048, 32};
 }
+int num_sms() { return static_cast<int>(number("TILEWISE_FAKE_SMS", chip().sms)); }
 size_t total_memory() { return static_cast<size_t>(number("TILEWISE_FAKE_MEMORY", 150'754'820'096)); }
 
 Context* current() { return current_stack.empty() ? nullptr : current_stack.back(); }
@@ -480,7 +482,7 @@ TW_API cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
         {13, 1980000},                         // clock, kHz
         {14, 512},                             // alignment of textures
         {15, 1},                               // copies overlap
-        {16, c.sms},                           // multiprocessors
+        {16, num_sms()},                       // multiprocessors
         {19, 1},                               // maps host memory
         {31, 1},                               // concurrent kernels
         {32, 1},                               // ECC

@@ -227,12 +227,12 @@ def test_one_spec_for_two_archs(nvrtc, tmp_path):
     command = ("aot", "--out", str(tmp_path / "pack"), "--specs", specs, "--arch", "75,90a", "--jobs", "2")
     code, text = run(*command, "--json", str(report))
     assert code == 0, text
-    assert "fwd_simt" in text
-    assert "fwd_mma" in text
+    for entry in ("fwd_simt", "fwd_sm90", "fwd_mma"):
+        assert entry in text
     assert "1 specs" in text
     kernels = json.loads(report.read_text())["kernels"]
     found = {(kernel["entry"], kernel["arch"]) for kernel in kernels}
-    assert {("fwd_simt", "sm_75"), ("fwd_mma", "sm_90"), ("combine", "sm_90")} <= found
+    assert {("fwd_simt", "sm_75"), ("fwd_sm90", "sm_90a"), ("fwd_mma", "sm_90"), ("combine", "sm_90")} <= found
     assert not {("fwd_mma", "sm_75"), ("fwd_simt", "sm_90")} & found
     for kernel in kernels:
         assert 0 < kernel["registers"] <= 255
@@ -250,7 +250,8 @@ def test_one_spec_for_two_archs(nvrtc, tmp_path):
     code, text = run("cache", "ls", "--dir", str(tmp_path / "pack"), "--json")
     assert code == 0
     entries = json.loads(text)["entries"]
-    assert {"fwd_simt.cu sm_75", "fwd_mma.cu sm_90"} <= {" ".join(entry["about"].split()[:2]) for entry in entries}
+    wanted = {"fwd_simt.cu sm_75", "fwd_sm90.cu sm_90a", "fwd_mma.cu sm_90"}
+    assert wanted <= {" ".join(entry["about"].split()[:2]) for entry in entries}
     assert run("cache", "verify", "--dir", str(tmp_path / "pack"))[0] == 0
     victim = Path(kernels[0]["path"])
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -338,17 +339,24 @@ for dtype in ("float64", "float32", "float16", "bfloat16"):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "on_tensor_cores"), [("7.0", []), ("7.5", ["float16"]), ("9.0", ["float16", "bfloat16"])]
+    ("gpu", "sms", "best", "on_tensor_cores"),
+    [
+        ("7.0", 80, "", []),
+        ("7.5", 40, "fwd_mma", ["float16"]),
+        ("8.0", 108, "fwd_mma", ["float16", "bfloat16"]),
+        ("9.0", 132, "fwd_mma", ["float16", "bfloat16"]),  # too few queries for its SMs
+        ("9.0", 4, "fwd_sm90", ["float16", "bfloat16"]),
+        ("10.0", 4, "fwd_mma", ["float16", "bfloat16"]),
+    ],
 )
-def test_what_runs_where(gpu, on_tensor_cores):
+def test_what_runs_where(gpu, sms, best, on_tensor_cores):
     """Tensor cores where the GPU has them for the dtype; the others, and who asks for them, get fwd_simt."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHOICES], env=fake(TILEWISE_FAKE_CC=gpu), capture_output=True, text=True, check=False
-    )
+    environment = fake(TILEWISE_FAKE_CC=gpu, TILEWISE_FAKE_SMS=str(sms))
+    done = subprocess.run([sys.executable, "-c", CHOICES], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {tuple(line.split()[:2]): line.split()[2] for line in done.stdout.splitlines()}
     assert found == {
-        (dtype, backend): "fwd_mma" if dtype in on_tensor_cores and backend == "any" else "fwd_simt"
+        (dtype, backend): best if dtype in on_tensor_cores and backend == "any" else "fwd_simt"
         for dtype in _specs.DTYPES
         for backend in ("any", "simt")
     }

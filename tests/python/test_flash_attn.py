@@ -8,7 +8,6 @@ tools/upstream_flash_attn.py.
 from __future__ import annotations
 
 import collections
-import contextlib
 import importlib
 import inspect
 import math
@@ -75,16 +74,9 @@ RotaryEmbedding(dim, base=10000.0, interleaved=False, scale_base=None, device=No
 """
 
 
-@pytest.fixture(autouse=True)
-def _device():
-    """Whatever a test makes without saying where is on DEVICE."""
-    with contextlib.nullcontext() if DEVICE == "cpu" else torch.device(DEVICE):
-        yield
-
-
 def randn(*shape, dtype=torch.float32, seed=0, scale=1.0, grad=True):
     generator = torch.Generator("cpu").manual_seed(seed + 1000 * len(shape) + sum(shape))
-    x = (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale).to(dtype).to(DEVICE)
+    x = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(DEVICE)
     return x.requires_grad_(grad)
 
 
@@ -92,8 +84,21 @@ def host(t):
     return t.detach().cpu().double().numpy()
 
 
+def tensor(values, dtype=None):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
 def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
+    return tensor(values, torch.int32)
+
+
+def ones(*shape, dtype=None):
+    return torch.ones(shape, dtype=dtype, device=DEVICE)
+
+
+def waves(like):
+    """A gradient whose numbers all differ."""
+    return torch.cos(torch.arange(like.numel(), device=DEVICE) * 1.0).view(like.shape).to(like.dtype)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def check(result, inputs, exact, *, empty_lse=math.inf, tolerance=None, **option
     tolerance = tolerance or TOLERANCE[out.dtype]
     formula.assert_close(host(out), f.o, tolerance, "out")
     formula.assert_close(host(lse), np.where(np.isneginf(f.lse), empty_lse, f.lse), max(tolerance, 3e-5), "lse")
-    do, dlse = torch.cos(torch.arange(out.numel()) * 1.0).view(out.shape).to(out.dtype), torch.ones_like(lse)
+    do, dlse = waves(out), torch.ones_like(lse)
     gradients = torch.autograd.grad((out, lse), inputs, (do, dlse))
     expected = formula.backward(f, host(do), host(dlse))
     return gradients, expected
@@ -218,7 +223,7 @@ def test_varlen(packed, options):
     else:
         out, lse, s_dmask = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 7, 9, **call)
     assert lse.shape == (4, 15) and (lse[:, 12:] == torch.inf).all() and (out[12:] == 0).all()
-    do = torch.cos(torch.arange(out.numel()) * 1.0).view(out.shape)
+    do = waves(out)
     gradients = torch.autograd.grad(out, (q, k, v), do)
     assert all(g.isfinite().all() for g in gradients)
     p = call["dropout_p"]
@@ -267,12 +272,12 @@ def test_s_dmask_is_the_softmax_with_the_signs_of_dropout(length):
 
 
 def test_s_dmask_has_the_mask_of_dropout_mask():
-    for seed in (torch.tensor([5, 0]), torch.tensor([-3, 2**40 + 9]), torch.tensor([2**62 + 12345, 7])):
+    for seed in map(tensor, ([5, 0], [-3, 2**40 + 9], [2**62 + 12345, 7])):
         q = randn(2, 40, 3, 8, grad=False)
         options = {"dropout_p": 0.17, "softmax_scale": None, "causal": False, "window": (-1, -1), "softcap": 0.0}
         s = fa2.s_dmask(q, q, seed, alibi_slopes=None, **options)
         keep = tilewise.dropout_mask(2, 3, 40, 40, dropout_p=0.17, seed=seed)
-        assert torch.equal(~torch.signbit(s)[:, :, :40, :40], torch.as_tensor(keep))
+        assert torch.equal(~torch.signbit(s)[:, :, :40, :40], torch.as_tensor(keep, device=DEVICE))
 
 
 # -------------------------------------------------------------------------------------------------- the private four
@@ -292,7 +297,7 @@ def test_private_dense(dropout_p):
     assert s.numel() == (2 * 4 * 128 * 128 if dropout_p else 0)
     dout = randn(2, 6, 4, 16, seed=9, grad=False)
     expected = torch.autograd.grad(full, (q, k, v), dout)
-    dqkv = torch.full((2, 6, 3, 4, 16), torch.nan)
+    dqkv = torch.full((2, 6, 3, 4, 16), torch.nan, device=DEVICE)
     softmax_d = fa2._flash_attn_backward(dout, q, k, v, out, lse, *dqkv.unbind(2), *common, False, rng_state=rng)
     torch.testing.assert_close(dqkv, torch.stack(expected, 2))
     torch.testing.assert_close(softmax_d, (dout * out).sum(-1).transpose(1, 2))
@@ -438,7 +443,7 @@ def test_3_combine():
     whole, whole_lse = fa3.flash_attn_func(q, k, v, return_attn_probs=True)
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(lse, whole_lse.transpose(1, 2))
-    place = torch.empty(2, 6, 4, 16, dtype=torch.bfloat16)
+    place = torch.empty(2, 6, 4, 16, dtype=torch.bfloat16, device=DEVICE)
     assert fa3.flash_attn_combine(outs, lses, place)[0] is place and torch.equal(place, whole.bfloat16())
     assert fa3.flash_attn_combine(outs, lses, out_dtype=torch.float16)[0].dtype == torch.float16
 
@@ -447,7 +452,7 @@ def test_3_combine():
 
 
 def refusals():
-    q, cu = torch.zeros(1, 4, 2, 8, device=DEVICE), torch.tensor([0, 4], device=DEVICE)
+    q, cu = torch.zeros(1, 4, 2, 8, device=DEVICE), tensor([0, 4])
     p, t = q[0], torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     varlen = (p, p, p, cu, cu, 4, 4)
     no, value, kind = NotImplementedError, ValueError, TypeError
@@ -474,14 +479,14 @@ def refusals():
         (value, "q: got 2 heads with 3", lambda: fa.flash_attn_func(q, *[q[:, :, :1].repeat(1, 1, 3, 1)] * 2)),
         (value, "rng_state", lambda: fa2._flash_attn_backward(q, q, q, q, q, q[..., 0].transpose(1, 2), q, q, q, 0.5, 1.0, False, -1, -1, 0.0, None, False)),
         (value, "return_softmax", lambda: fa2._flash_attn_forward(q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, True)),
-        (value, "attention_mask: got shape", lambda: bert_padding.unpad_input(q, torch.ones(1, 3))),
-        (value, "cos, sin: got 2 rows", lambda: rotary.apply_rotary_emb(q, torch.ones(2, 4), torch.ones(2, 4))),
-        (value, "cos, sin: got shapes", lambda: rotary.apply_rotary_emb(q, torch.ones(9, 8), torch.ones(9, 8))),
-        (value, "max_seqlen: got 5 for 4 tokens from position 2", lambda: rotary.RotaryEmbedding(8)(torch.ones(1, 4, 3, 2, 8), seqlen_offset=2, max_seqlen=5)),
-        (value, "qkv: got head_dim 8; allowed: at least 16", lambda: rotary.RotaryEmbedding(16)(torch.ones(1, 4, 3, 2, 8))),
+        (value, "attention_mask: got shape", lambda: bert_padding.unpad_input(q, ones(1, 3))),
+        (value, "cos, sin: got 2 rows", lambda: rotary.apply_rotary_emb(q, ones(2, 4), ones(2, 4))),
+        (value, "cos, sin: got shapes", lambda: rotary.apply_rotary_emb(q, ones(9, 8), ones(9, 8))),
+        (value, "max_seqlen: got 5 for 4 tokens from position 2", lambda: rotary.RotaryEmbedding(8, device=DEVICE)(ones(1, 4, 3, 2, 8), seqlen_offset=2, max_seqlen=5)),
+        (value, "qkv: got head_dim 8; allowed: at least 16", lambda: rotary.RotaryEmbedding(16, device=DEVICE)(ones(1, 4, 3, 2, 8))),
         (value, r"out: got shape \[4, 2, 8\]", lambda: fa3.flash_attn_combine(q[None], q[None, ..., 0], p)),
         (kind, "out_dtype: got 3", lambda: fa3.flash_attn_combine(q[None], q[None, ..., 0], out_dtype=3)),
-        (value, r"rng_state: got torch.float32 \[2\]", lambda: fa2._flash_attn_backward(q, q, q, q, q, q[..., 0].transpose(1, 2), q, q, q, 0.5, 1.0, False, -1, -1, 0.0, None, False, torch.ones(2))),
+        (value, r"rng_state: got torch.float32 \[2\]", lambda: fa2._flash_attn_backward(q, q, q, q, q, q[..., 0].transpose(1, 2), q, q, q, 0.5, 1.0, False, -1, -1, 0.0, None, False, ones(2))),
     ]  # fmt: skip
 
 
@@ -501,40 +506,38 @@ OURS = OPTION_NAMES | {"q", "k", "v", "o", "do", "lse", "dlse", "rng", "out", "w
 def every_function():
     """(function, its valid arguments): all of both interfaces, dense and packed, and PyTorch's."""
     tensors = {"q": (4,), "k": (2,), "v": (2,), "kv": (2, 2), "qkv": (3, 4), "dout": (4,), "out": (4,), "dq": (4,), "dk": (2,), "dv": (2,)}  # fmt: skip
-    dense, packed = (
-        {name: torch.ones(*lengths, *heads, 8) for name, heads in tensors.items()} for lengths in ((2, 6), (6,))
-    )
-    dense |= {"softmax_lse": torch.ones(2, 4, 6)}
-    packed |= {"softmax_lse": torch.ones(4, 6), "max_seqlen_q": 3, "max_seqlen_k": 3, "max_seqlen": 3}
+    dense, packed = ({name: ones(*lengths, *heads, 8) for name, heads in tensors.items()} for lengths in ((2, 6), (6,)))
+    dense |= {"softmax_lse": ones(2, 4, 6)}
+    packed |= {"softmax_lse": ones(4, 6), "max_seqlen_q": 3, "max_seqlen_k": 3, "max_seqlen": 3}
     packed |= {name: int32(0, 3, 6) for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens")}
     both = {
         "dropout_p": 0.1, "softmax_scale": 0.5, "causal": False, "window_size_left": -1, "window_size_right": -1,
         "softcap": 0.0, "alibi_slopes": None, "return_softmax": False, "deterministic": False,
-        "rng_state": torch.tensor([1, 2]), "return_attn_probs": False,
+        "rng_state": tensor([1, 2]), "return_attn_probs": False,
     }  # fmt: skip
     for module in (fa2, fa3):
         for name, function in vars(module).items():
             if not re.match("_?flash_attn_", name) or "kvcache" in name:
                 continue
             if name == "flash_attn_combine":
-                yield function, {"out_partial": torch.ones(3, 2, 6, 4, 8), "lse_partial": torch.ones(3, 2, 6, 4)}
+                yield function, {"out_partial": ones(3, 2, 6, 4, 8), "lse_partial": ones(3, 2, 6, 4)}
                 continue
             if "varlen" not in name:
                 yield function, dense | both
             if "varlen" in name or (module is fa3 and name.startswith("_")):
                 yield function, packed | both
-    of_heads = {"qkv": torch.ones(2, 6, 8, 8), "num_heads_q": 4}
+    of_heads = {"qkv": ones(2, 6, 8, 8), "num_heads_q": 4}
     yield fa3.flash_attn_qkvpacked_func, both | of_heads
-    heads_first = {name: torch.ones(2, 4, 6, 8) for name in ("query", "key", "value")}
+    heads_first = {name: ones(2, 4, 6, 8) for name in ("query", "key", "value")}
     yield tilewise.scaled_dot_product_attention, heads_first
-    yield tilewise.scaled_dot_product_attention, heads_first | {"attn_mask": torch.ones(6, 6)}
+    yield tilewise.scaled_dot_product_attention, heads_first | {"attn_mask": ones(6, 6)}
 
 
 def wrong(value):
     """Values that hardly any argument takes, if a valid one is this."""
     yield from ("x", -3, 1.5, None)
     if not isinstance(value, torch.Tensor):
-        yield from (3, math.nan, (0,), ("a", 0), (-2, 0), (0, -2), True, torch.tensor(1.0, requires_grad=True))
+        yield from (3, math.nan, (0,), ("a", 0), (-2, 0), (0, -2), True, tensor(1.0).requires_grad_())
         return
     yield from ([1], np.zeros(3), value[None], value[0], value[..., :-1], value[:1])
     yield from (value.to(dtype) for dtype in (torch.int8, torch.float64))
@@ -567,7 +570,7 @@ def test_errors_name_the_arguments_of_the_function_that_was_called():
 
 
 def test_errors_keep_advice_that_fits():
-    q, kv, cu = torch.ones(6, 4, 8), torch.ones(6, 2, 2, 8), int32(0, 3, 6)
+    q, kv, cu = ones(6, 4, 8), ones(6, 2, 2, 8), int32(0, 3, 6)
     with pytest.raises(ValueError) as caught:
         fa.flash_attn_varlen_kvpacked_func(q, kv[..., :7], cu, cu, 3, 3)
     assert str(caught.value) == "kv: got head_dim 7; allowed: the head_dim of q, 8."
@@ -580,7 +583,7 @@ def test_errors_keep_advice_that_fits():
     with pytest.raises(ValueError, match=r"For packed sequences give cu_seqlens_q and cu_seqlens_k; for one"):
         fa3._flash_attn_forward(q, *kv.unbind(1))
     with pytest.raises(ValueError, match=r"qkv: got dtypes int32, int32, int32; allowed: one dtype"):
-        fa.flash_attn_qkvpacked_func(torch.ones(2, 6, 3, 4, 8, dtype=torch.int32))
+        fa.flash_attn_qkvpacked_func(ones(2, 6, 3, 4, 8, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"window_size_left: got 'x'"):
         fa3._flash_attn_forward(q[None], q[None], q[None], window_size_left="x")
     with pytest.raises(ValueError, match=r"window_size\[0\]: got -2"):
@@ -660,7 +663,7 @@ def packed_against_formula(q, k, v, cu_q, cu_k, max_q, max_k, **options):
     out, lse, _ = fa.flash_attn_varlen_func(
         q, k, v, int32(*cu_q), int32(*cu_k), max_q, max_k, return_attn_probs=True, **options
     )
-    do = torch.cos(torch.arange(out.numel()) * 1.0).view(out.shape).to(out.dtype)
+    do = waves(out)
     gradients = torch.autograd.grad(out, (q, k, v), do)
     options.pop("deterministic", None)
     for b in range(len(cu_q) - 1):
@@ -724,7 +727,7 @@ def test_B08():
     """fa#1773: a sequence longer than max_seqlen. Here max_seqlen is a hint."""
     q, k, v = (randn(200, 2, 16, seed=n) for n in range(3))
     packed_against_formula(q, k, v, (0, 150, 200), (0, 150, 200), 3, 5, causal=True)
-    packed_against_formula(q, k, v, (0, 150, 200), (0, 150, 200), None, torch.tensor(150))
+    packed_against_formula(q, k, v, (0, 150, 200), (0, 150, 200), None, tensor(150))
 
 
 def test_C04():
@@ -764,7 +767,7 @@ def test_F07_F08():
     q, k, v = randn(2, 32, 4, 64), randn(2, 32, 1, 64, seed=1), randn(2, 32, 1, 64, seed=2)
     out = fa.flash_attn_func(q, k, v, causal=True)
     base = randn(2, 4, 32, 64, seed=3, grad=False).transpose(1, 2)
-    for dout in (base, torch.ones((), dtype=q.dtype).expand_as(out)):
+    for dout in (base, ones(dtype=q.dtype).expand_as(out)):
         found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
         for a, b in zip(found, torch.autograd.grad(out, (q, k, v), dout.contiguous(), retain_graph=True), strict=True):
             torch.testing.assert_close(a, b)
@@ -811,7 +814,7 @@ def test_H08():
 
 
 def test_unpad_and_pad():
-    x, mask = randn(3, 5, 2, 4), torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
+    x, mask = randn(3, 5, 2, 4), tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]])
     packed, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask)
     assert (
         torch.equal(packed, x[mask.bool()]) and cu_seqlens.tolist() == [0, 2, 2, 6] and cu_seqlens.dtype == torch.int32
@@ -827,7 +830,7 @@ def test_unpad_and_pad():
     back.square().sum().backward()
     assert torch.equal(x.grad, torch.where(mask.bool()[..., None, None], 2 * x, 0.0))
 
-    unused = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
+    unused = tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
     packed, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask.bool(), unused.bool())
     assert (
         cu_seqlens.tolist() == [0, 3, 4, 8]
@@ -839,7 +842,7 @@ def test_unpad_and_pad():
 
 def test_unpad_of_nothing():
     packed, indices, cu_seqlens, longest, _ = bert_padding.unpad_input(
-        randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.bool)
+        randn(2, 3, 4), torch.zeros(2, 3, dtype=torch.bool, device=DEVICE)
     )
     assert packed.shape == (0, 4) and indices.numel() == 0 and cu_seqlens.tolist() == [0, 0, 0] and longest == 0
     assert bert_padding.pad_input(packed, indices, 2, 3).shape == (2, 3, 4)
@@ -847,7 +850,7 @@ def test_unpad_of_nothing():
 
 def test_unpad_of_concatenated_sequences():
     x = randn(3, 6, 4)
-    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    lengths = tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
     packed, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
     assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16] and longest == 6
     assert torch.equal(packed, torch.cat((x[0, :5], x[1, :5], x[2]))) and torch.equal(packed, x.flatten(0, 1)[indices])
@@ -856,7 +859,7 @@ def test_unpad_of_concatenated_sequences():
 def test_padded_batch_through_the_packed_function():
     """A batch, padded on the right, is what each sequence alone is (hf#29075, open-r1#599)."""
     x, lengths = randn(2, 6, 3, 2, 16), (4, 6)
-    mask = torch.arange(6) < torch.tensor(lengths)[:, None]
+    mask = torch.arange(6, device=DEVICE) < tensor(lengths)[:, None]
     packed, indices, cu_seqlens, longest, _ = bert_padding.unpad_input(x, mask)
     out = fa.flash_attn_varlen_qkvpacked_func(packed, cu_seqlens, longest, causal=True)
     out = bert_padding.pad_input(out, indices, 2, 6)
@@ -883,7 +886,7 @@ def rotated(x, cos, sin, interleaved, place):
 def test_rotary(interleaved, inplace, offsets):
     angle = randn(12, 3, seed=8, grad=False)
     cos, sin = angle.cos(), angle.sin()
-    start = torch.tensor([2, 5]) if offsets == "tensor" else offsets
+    start = tensor([2, 5]) if offsets == "tensor" else offsets
     place = np.arange(6)[None] + (np.array([2, 5])[:, None] if offsets == "tensor" else np.full((2, 1), offsets))
     x = randn(2, 6, 2, 8)
     expected = rotated(x, cos, sin, interleaved, place)
@@ -924,21 +927,21 @@ def test_rotary_of_parts():
 
 
 def test_rotary_embedding():
-    embedding = rotary.RotaryEmbedding(8, base=100.0)
+    embedding = rotary.RotaryEmbedding(8, base=100.0, device=DEVICE)
     qkv = randn(2, 5, 3, 2, 8, grad=False)
     out = embedding(qkv.clone(), seqlen_offset=2)
     place = np.arange(2, 7)[None].repeat(2, 0)
-    angle = torch.arange(9.0)[:, None] * 100.0 ** (-torch.arange(0, 8, 2) / 8)
+    angle = torch.arange(9.0, device=DEVICE)[:, None] * 100.0 ** (-torch.arange(0, 8, 2, device=DEVICE) / 8)
     for n in range(2):
         formula.assert_close(host(out[:, :, n]), rotated(qkv[:, :, n], angle.cos(), angle.sin(), False, place), 1e-5)
     q, kv = embedding(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=2)
     torch.testing.assert_close(torch.cat((q[:, :, None], kv), 2), out)
-    scaled = rotary.RotaryEmbedding(8, base=100.0, scale_base=512)
+    scaled = rotary.RotaryEmbedding(8, base=100.0, scale_base=512, device=DEVICE)
     out2 = scaled(qkv.clone(), seqlen_offset=2)
     # xPos: what q gains k loses, so scores between equal positions stay.
     torch.testing.assert_close((out2[:, :, 0] * out2[:, :, 1]).sum(-1), (out[:, :, 0] * out[:, :, 1]).sum(-1))
     with pytest.raises(ValueError, match="max_seqlen: got None"):
-        embedding(qkv, seqlen_offset=torch.tensor([1, 2]))
+        embedding(qkv, seqlen_offset=tensor([1, 2]))
     from tilewise.flash_attn.ops.triton.rotary import apply_rotary
 
     assert apply_rotary is rotary.apply_rotary

@@ -22,6 +22,8 @@ CLEAN = {
     "src/cpu/parallel.cpp": 'auto f = dlsym(h, "GOMP_parallel");  // libgomp\n',
     "src/cpu/reference.cpp": '#include "core/plan.hpp"\n// omp_get_max_threads() and exit() in a comment\n',
     "src/implementations.cpp": '#include "core/plan.hpp"\n',
+    "kernels/tilewise/mma.cuh": '#include "spec.cuh"\n',
+    "kernels/tilewise/fwd.cu": '#include "spec.cuh"\n#include "mma.cuh"\n#include "wgmma.cuh"\n',
     "python/tilewise/_ext.cpp": "#include <nanobind/nanobind.h>\n",
     "examples/one.cpp": "#include <tilewise/tilewise.hpp>\n",
 }
@@ -47,6 +49,8 @@ def test_clean_tree_passes(tmp_path: Path) -> None:
         ("src/core/bad.cpp", '#include "missing.hpp"\n', "rooms"),
         ("src/cpu/bad.cpp", '#include "../implementations.cpp"\n', "rooms"),
         ("src/second.cpp", '#include "core/plan.hpp"\n', "rooms"),
+        ("kernels/tilewise/bad.cu", '#include "specs.cuh"\n', "rooms"),
+        ("kernels/tilewise/bad.cuh", '#include "../../src/core/plan.hpp"\n', "rooms"),
         ("examples/bad.c", '#include "../src/core/plan.hpp"\n', "rooms"),
         ("src/cpu/bad.cpp", "#pragma omp parallel for\n", "openmp"),
         ("src/cpu/bad.cpp", "#include <omp.h>\n", "openmp"),

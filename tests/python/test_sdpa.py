@@ -276,10 +276,12 @@ def test_what_is_declined_goes_to_torch_and_is_logged(caplog):
 
 
 def test_errors_are_torchs_own(caplog):
+    """One that torch has on every device: its CUDA kernels take a dropout_p of 1.5, for instance."""
     q, k, v = qkv(2)
-    with caplog.at_level(logging.WARNING, "tilewise.sdpa"), sdpa.routed(), pytest.raises(RuntimeError, match="dropout"):
-        F.scaled_dot_product_attention(q, k, v, dropout_p=1.5)
-    assert "dropout_p: got 1.5" in caplog.text
+    same = pytest.raises(RuntimeError, match="query, key, and value to have the same dtype")
+    with caplog.at_level(logging.WARNING, "tilewise.sdpa"), sdpa.routed() as route, same:
+        F.scaled_dot_product_attention(q, k.double(), v)
+    assert route.taken == 0 and "query, key, value: got dtypes float32, float64, float32" in caplog.text
 
 
 def test_strict():
