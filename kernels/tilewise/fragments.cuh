@@ -79,21 +79,23 @@ TW_DEVICE void hide(Scores& s, const Word (&seen)[kRowsPerThread][2]) {
     }
 }
 
-// P of what dropout takes is 0. One draw serves the rows g, g + 8 and four fragments of keys.
+// P of what dropout takes is 0. One draw serves the rows g and g + 8, and four fragments of keys if those start at a
+// multiple of 32, as they do where tiles are multiples of 32.
 TW_DEVICE void drop(Scores& p, const Philox& philox, const Block& block, Int j0) {
+    constexpr int kTogether = kTileKV % 32 == 0 ? 4 : 2;
     const Word threshold = static_cast<Word>(block.p.dropout_threshold);
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
-        for (int n = 0; n < kTileKV / 8; n += 4) {
+        for (int n = 0; n < kTileKV / 8; n += kTogether) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 const auto draw = philox.draw(block.query(row_of(2 * m)), j0 + column_of(n, c));
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                    for (int f = 0; f < 4 && n + f < kTileKV / 8; ++f) {
-                        if (!draw.keep(half, static_cast<int>(j0 / 16 + f / 2) & 1, f % 2, threshold)) p[m][n + f][2 * half + c] = 0;
+                    for (int f = 0; f < kTogether; ++f) {
+                        if (!draw.keep(half, static_cast<int>(j0 / 16 + (n + f) / 2) & 1, f % 2, threshold)) p[m][n + f][2 * half + c] = 0;
                     }
                 }
             }

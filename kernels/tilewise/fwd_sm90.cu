@@ -59,6 +59,9 @@ struct Work {  // one tile of queries
 // Where it takes a while to find out what is next, it is found out while there is work still.
 constexpr bool kAhead = kTable || !kBands;
 constexpr int kWorks = kAhead ? 2 : 1;
+// With more tiles of keys than this, what is next is asked for when nearly all of them have been: what one block takes too
+// early, another could begin sooner, and the last block to end is one that took too much.
+constexpr int kLong = 8;
 
 struct __align__(1024) Shared {
     Half q[kQBuffers][kPanelsQK][kTileQ * kPanel];
@@ -147,7 +150,6 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
         }
         __syncwarp();
         if (lane == 0) shared.work_full[works.at].arrive();
-        // Not before nearly all has been asked for: what one block takes too early, another could begin sooner.
         if (!kAhead) shared.work_empty[works.at].wait(works.phase);
         works.advance();
     }
@@ -198,7 +200,7 @@ TW_DEVICE void copy(const Params& params, Shared& shared) {
         queries.advance();
 #pragma unroll 1
         while (n >= 0) {
-            if (!kAhead && n == (count > 1)) shared.work_empty[works.at].arrive();  // what comes next takes a moment to find
+            if (!kAhead && n == (count > kLong ? 1 : count - 1)) shared.work_empty[works.at].arrive();
             const int following = work.list.below(n);
             if (following >= 0) copy_k(following);
             copy_v(n);

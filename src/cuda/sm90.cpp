@@ -157,17 +157,19 @@ std::shared_ptr<const Kept> keep(const Problem& p, Workspace workspace) {
         const auto main = [&] {
             made->function = &kernel(p, *made->program, "fwd_sm90.cu", "fwd_sm90", spec, spec.constants());
         };
-        Arena arena(workspace.data);
-        std::vector<std::function<void()>> loads = Call(p, made->program->mask, arena).loads();
-        loads.emplace_back(main);
-        side_by_side(loads);
+        if (made->program->first_time("fwd_sm90" + jit::text_of(spec, spec.constants()))) {
+            Arena arena(workspace.data);
+            std::vector<std::function<void()>> loads = Call(p, made->program->mask, arena).loads();
+            loads.emplace_back(main);
+            side_by_side(loads);
+        }
+        main();
     }
     return made;
 }
 
 void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspace) {
     const DeviceGuard guard(p.device.index);
-    if (p.validate) validate_lengths(p, workspace.stream);
     const bool known = workspace.kept != nullptr && *workspace.kept != nullptr;
     const auto kept = known ? std::static_pointer_cast<const Kept>(*workspace.kept) : keep(p, workspace);
     if (workspace.kept != nullptr) *workspace.kept = kept;
@@ -175,6 +177,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
         workspace.kept = &kept->of_mma;
         return kFwdMma.forward(p, args, workspace);
     }
+    if (p.validate) validate_lengths(p, workspace.stream);
     const Decision& decision = *kept->decision;
     const jit::Sm90ForwardSpec& spec = decision.spec;
     const jit::MaskProgram& mask = kept->program->mask;

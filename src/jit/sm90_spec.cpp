@@ -87,16 +87,18 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     spec.table = p.cu_seqlens_q || p.cu_seqlens_kv || p.seqused_q || p.seqused_kv || p.leftpad_kv || p.q_offsets;
     spec.raw = !spec.softcap && !spec.slopes && p.softmax_scale > 0;
     const int dims = round_up(std::max(spec.dims_qk, spec.columns), kPanel);
+    const bool plain = spec.raw && spec.bands && !spec.dropout;
+    const bool crowded = !spec.raw || spec.dropout;  // what options need takes registers from scores
     if (dims <= 64) {
         // Three warpgroups have 160 registers per thread: enough where scores need no more than softmax. With a causal
         // mask 192 queries see more tiles that are half hidden: what counts while there are few.
         const bool short_causal = mask.window_right >= 0 && p.max_seqlen_q <= 1024 && !p.batch_invariant;
-        spec.consumers = spec.raw && spec.bands && !spec.table && !spec.dropout && !short_causal ? 3 : 2;
+        spec.consumers = plain && !spec.table && mask.numbers.empty() && !short_causal ? 3 : 2;
         spec.k_stages = spec.v_stages = 4;
     } else if (dims <= 128) {
-        spec.k_stages = 3;  // scores come first
-    } else {                // 227 KB of shared memory leave room for one q, and for fewer keys
-        spec.keys = dims <= 192 ? 80 : 64, spec.q_buffers = 1;
+        spec.keys = crowded ? 96 : 128, spec.k_stages = 3;  // scores come first
+    } else {  // 227 KB of shared memory leave room for one q, and for fewer keys
+        spec.keys = dims <= 192 ? (crowded ? 64 : 80) : crowded ? 48 : 64, spec.q_buffers = 1;
         if (dims > 192) spec.k_stages = 3;
     }
     const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_sm90", name, fallback); };
