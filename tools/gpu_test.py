@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`./dev gpu-test`: everything that can be tested on a GPU machine, in parallel, under five minutes.
 
-The harness draws random problems for the kernels of simt and mma, in every dtype they have, until the time is used;
+The harness draws random problems for the kernels of simt, mma and (on Hopper) sm90, in every dtype they have, until the time is used;
 test_cuda.py and the report cases run with tensors on the GPU; the CPU harness runs with AVX-512. A test of Python that
 failed runs once more, alone: others on the same GPU may have been in its way. Report: bench/results/<gpu>/test.json. Exit
 status 1 on a failure.
@@ -26,6 +26,7 @@ from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, machine, pool,
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # (impl, dtype): tensor cores are for 16 bits.
 KERNELS = (*(("simt", dtype) for dtype in DTYPES), ("mma", "bfloat16"), ("mma", "float16"))
+HOPPER = (("sm90", "bfloat16"), ("sm90", "float16"))
 # Longest sequence, largest head dim: many options at once, all column counts, several tiles.
 SIZES = ((150, 40), (100, 260), (600, 128))
 CHUNK = 6  # cases per process: every case has kernels of its own, which are compiled on the way
@@ -137,21 +138,22 @@ class Run:
             say(f"  {self.elapsed:4.0f} s  again, alone: {test}: {'passed' if done.code == 0 else 'failed'}")
 
 
-def draws() -> Iterator[tuple[str, list[str]]]:
+def draws(gpu: str) -> Iterator[tuple[str, list[str]]]:
     """Without end: (row of the table, settings of the harness). Every size and kernel once, then other seeds."""
+    kernels = KERNELS + (HOPPER if re.search(r"H100|H200|H800|H20\b|GH200", gpu) else ())
     for seed in itertools.count(step=CHUNK):
-        for (seqlen, dim), (impl, dtype) in itertools.product(SIZES, KERNELS):
+        for (seqlen, dim), (impl, dtype) in itertools.product(SIZES, kernels):
             settings = [f"impl={impl}", f"dtype={dtype}", f"seqlen={seqlen}", f"dim={dim}", f"seed={seed}"]
             yield f"harness, {impl}, {dtype}", settings
 
 
-def everything(self: Run, workers: int) -> None:
+def everything(self: Run, workers: int, gpu: str) -> None:
     base = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
     on_gpu = base | {"TILEWISE_TEST_DEVICE": "cuda"}
     files = {"tests/python/test_cuda.py": (base, 4), "tests/python/test_reports.py": (on_gpu, 4)}
     with pool(workers) as jobs:
         collected = {file: jobs.submit(self.collect, file, environment) for file, (environment, _) in files.items()}
-        chunks = draws()
+        chunks = draws(gpu)
 
         def draw() -> None:
             """Chunks of random problems until the time for them is over, or nothing is left to learn from them."""
@@ -207,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     say(indented(doctor.output, 30))
     try:
-        everything(self, options.workers)
+        everything(self, options.workers, about["gpu"])
         self.rerun()
     except Exception as error:  # whatever it is, the table is still worth having
         self.row("this tool").failed = 1

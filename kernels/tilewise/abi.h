@@ -109,9 +109,9 @@ struct Queue {
 
 struct Sm90Forward {
     Queue queue;
-    Int tiles, q_tiles;   // of all heads and sequences, and of one head
-    Int heads_at_once;    // whose keys and values fit into L2 together
-    Int last_first;       // later rows see more
+    Int tiles, q_tiles;  // of all heads and sequences, and of one head
+    Int heads_at_once;   // whose keys and values fit into L2 together
+    Int last_first;      // later rows see more
 };
 
 struct Combine {
