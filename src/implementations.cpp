@@ -21,7 +21,8 @@ namespace tilewise::core {
 
 std::span<const Implementation* const> implementations() {
     static constexpr const Implementation* kList[] = {
-        &cuda::kFwdSm90, &cuda::kFwdMma, &cuda::kFwdSimt, &cuda::kBwdMma, &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
+        &cuda::kFwdSm90, &cuda::kFwdMma,  &cuda::kFwdSimt,  &cuda::kBwdMma,
+        &cuda::kBwdSimt, &cpu::kCpuTiled, &cpu::kReference,
     };
     return kList;
 }

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """`./dev gpu-test`: everything that can be tested on a GPU machine, in parallel, under five minutes.
 
-The harness draws random problems for the kernels of simt, mma and (on Hopper) sm90, in every dtype they have, until the time is used;
-test_cuda.py and the report cases run with tensors on the GPU; the CPU harness runs with AVX-512. A test of Python that
-failed runs once more, alone: others on the same GPU may have been in its way. Report: bench/results/<gpu>/test.json. Exit
-status 1 on a failure.
+The harness draws random problems for the kernels of simt, mma and (on Hopper) sm90, in every dtype they have, until the
+time is used; test_cuda.py and the report cases run with tensors on the GPU; the CPU harness runs with AVX-512. A test of
+Python that failed runs once more, alone: others on the same GPU may have been in its way. Report:
+bench/results/<gpu>/test.json. Exit status 1 on a failure.
 """
 
 from __future__ import annotations

@@ -846,8 +846,8 @@ inline void tw_cp_async(void* to, const void* from, int bytes = Size) {
     __builtin_memset(to, 0, Size);
     __builtin_memcpy(to, from, static_cast<size_t>(bytes));
 }
-// cp.async.bulk.tensor: a tile of the tensor to shared memory, with zeros for what lies outside, swizzled over 128 bytes.
-// Done at once; returns the number of bytes. `map` is as this driver's cuTensorMapEncodeTiled leaves it.
+// cp.async.bulk.tensor: a tile of the tensor to shared memory, with zeros for what lies outside, swizzled over 128
+// bytes. Done at once; returns the number of bytes. `map` is as this driver's cuTensorMapEncodeTiled leaves it.
 inline int tw_copy_tensor(void* to, const void* map, const int* coordinates) {
     const unsigned* const words = static_cast<const unsigned*>(map);
     const unsigned rank = words[3], size = words[5], *const box = words + 8, *const extent = words + 16;

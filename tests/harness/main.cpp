@@ -36,7 +36,8 @@ int run_test() {
     const int64_t cases = number("cases");
     for (int64_t n = 0; n < cases; ++n) {
         const uint64_t seed = static_cast<uint64_t>(number("seed") + n);
-        Case problem(seed, {dtype(), number("seqlen"), number("dim"), number("seqlen") > 400, settings["impl"] == "sm90"});
+        Case problem(seed,
+                     {dtype(), number("seqlen"), number("dim"), number("seqlen") > 400, settings["impl"] == "sm90"});
         for (const std::string& implementation :
              settings["impl"].empty() ? test::available_implementations() : std::vector{settings["impl"]}) {
             const std::string wrong = problem.check(implementation);
@@ -57,7 +58,8 @@ int run_test() {
 int run_support() {
     std::map<std::string, int64_t> reasons;
     for (int64_t n = 0; n < number("cases"); ++n) {
-        Case problem(static_cast<uint64_t>(number("seed") + n), {dtype(), number("seqlen"), number("dim"), false, false});
+        Case problem(static_cast<uint64_t>(number("seed") + n),
+                     {dtype(), number("seqlen"), number("dim"), false, false});
         for (const core::Implementation* implementation : core::implementations()) {
             for (const core::Pass pass : {core::Pass::forward, core::Pass::backward}) {
                 if (pass == core::Pass::forward ? !implementation->forward : !implementation->backward) continue;
