@@ -271,9 +271,10 @@ TW_DEVICE void write_output(const Params& params, const Block& block, const Outp
             if (params.call.aligned && c + 8 <= dims) {
                 *reinterpret_cast<Chunk*>(to + c) = {{words[0], words[1], words[2], words[3]}};
             } else {
-#pragma unroll
-                for (int x = 0; x < 8; ++x) {
-                    if (c + x < dims) to[(c + x) * out.dim] = static_cast<Half>(words[x / 2] >> x % 2 * 16);
+#pragma unroll 1
+                for (int x = 0; x < 8 && c + x < dims; ++x) {
+                    const Word word = x < 4 ? (x < 2 ? words[0] : words[1]) : x < 6 ? words[2] : words[3];
+                    to[(c + x) * out.dim] = static_cast<Half>(word >> x % 2 * 16);
                 }
             }
         }
