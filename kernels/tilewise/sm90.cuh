@@ -12,6 +12,15 @@ namespace tilewise {
 
 constexpr int kPanel = 64;  // numbers in a row of a panel
 
+// With kDelays (TILEWISE_CONFIG=fwd_sm90:kDelays=1) every thread dawdles before it passes or tells a barrier: what works only
+// because somebody is quick shows.
+TW_DEVICE void dawdle() {
+    if constexpr (kDelays) {
+        const Word random = (static_cast<Word>(clock64()) ^ threadIdx.x * 0x9E3779B9u) * 0x85EBCA6Bu;
+        __nanosleep(random >> 28 == 0 ? random % 4096u : random % 64u);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Barriers. One is in phase 0 at first, and in the next when all arrivals and bytes that it waits for have come.
 
@@ -20,11 +29,12 @@ struct Barrier {
     int count, missing, bytes, phase;
 
     __device__ void init(int arrivals) { count = missing = arrivals, bytes = phase = 0; }
-    __device__ void arrive() { --missing, turn(); }
+    __device__ void arrive() { dawdle(), --missing, turn(); }
     __device__ void expect(int more) { bytes += more, arrive(); }
     __device__ void bring(int some) { bytes -= some, turn(); }
     __device__ void wait(Word parity) {  // until the phase of this parity is over
         while ((static_cast<Word>(phase) & 1u) == parity) __nanosleep(0);
+        dawdle();
     }
 
 private:
@@ -42,6 +52,7 @@ struct __align__(8) Barrier {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
     }
     __device__ __forceinline__ void arrive() {
+        dawdle();
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
     }
     __device__ __forceinline__ void expect(int bytes) {  // arrives, too
@@ -57,6 +68,7 @@ struct __align__(8) Barrier {
             "}\n" ::"r"(address()),
             "r"(parity)
             : "memory");
+        dawdle();
     }
 };
 TW_DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
