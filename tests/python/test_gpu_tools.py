@@ -54,18 +54,20 @@ def test_pytest_output_is_counted():
     assert gpu_test.shards(["a", "b", "c"], 2) == [["a", "c"], ["b"]] and gpu_test.shards(["a"], 3) == [["a"]]
 
 
-def test_every_kernel_is_drawn_in_every_size_before_any_comes_again():
-    count = len(gpu_test.SIZES) * len(gpu_test.KERNELS)
-    drawn = list(itertools.islice(gpu_test.draws(), 2 * count))
+@pytest.mark.parametrize(("gpu", "hopper"), [("NVIDIA H200", True), ("NVIDIA H20", True), ("NVIDIA L40S", False)])
+def test_every_kernel_is_drawn_in_every_size_before_any_comes_again(gpu, hopper):
+    count = len(gpu_test.SIZES) * (len(gpu_test.KERNELS) + (len(gpu_test.HOPPER) if hopper else 0))
+    drawn = list(itertools.islice(gpu_test.draws(gpu), 2 * count))
     rounds = [{(name, *(s for s in settings if not s.startswith("seed="))) for name, settings in part}
               for part in (drawn[:count], drawn[count:])]  # fmt: skip
     assert rounds[0] == rounds[1] and len(rounds[0]) == count
     assert len({tuple(settings) for _, settings in drawn}) == 2 * count
     by_kernel = {tuple(settings[:2]): name for name, settings in drawn}
     assert by_kernel["impl=mma", "dtype=bfloat16"] == "harness, mma, bfloat16"
-    dtypes = {impl: {d for i, d in by_kernel if i == impl} for impl in ("impl=simt", "impl=mma")}
+    dtypes = {impl: {d for i, d in by_kernel if i == impl} for impl in ("impl=simt", "impl=mma", "impl=sm90")}
     assert dtypes["impl=simt"] == {f"dtype={dtype}" for dtype in gpu_test.DTYPES}
     assert dtypes["impl=mma"] == {"dtype=float16", "dtype=bfloat16"}
+    assert dtypes["impl=sm90"] == (dtypes["impl=mma"] if hopper else set())
 
 
 def test_table():
