@@ -178,39 +178,8 @@ struct QueryTile {  // a tile of queries; the keys are those of the block
     int h, i0, tile_class;  // h: of the group
 };
 
-struct KeepBits {  // element e of this thread's scores is kept
-    Word words[kDropout ? (kElements + 31) / 32 : 1];
-    __device__ __forceinline__ bool operator[](int e) const { return !kDropout || (words[e / 32] >> e % 32 & 1u); }
-};
-TW_DEVICE constexpr int element_of(int m, int n, int e) { return (m * kKeyFragments + n) * 4 + e; }
-
-// One draw serves the rows g, g + 8 and four fragments of keys.
-TW_DEVICE KeepBits keep_bits(const abi::Problem& p, const Site& site, int i0, int j0) {
-    KeepBits keep{};
-    if constexpr (kDropout) {
-        const Philox philox = Philox::make(p, site);
-        const Word threshold = static_cast<Word>(p.dropout_threshold);
-#pragma unroll
-        for (int m = 0; m < kRowFragments; ++m) {
-#pragma unroll
-            for (int n = 0; n < kKeyFragments; n += 4) {
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    const auto draw = philox.draw(i0 + row_of(2 * m), j0 + column_of(n, c));
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                        for (int f = 0; f < 4 && n + f < kKeyFragments; ++f) {
-                            const int e = element_of(m, n + f, 2 * half + c), j = j0 + column_of(n + f, c);
-                            if (draw.keep(half, j >> 4 & 1, j >> 3 & 1, threshold)) keep.words[e / 32] |= 1u << e % 32;
-                        }
-                    }
-                }
-            }
-        }
-    }
-    return keep;
-}
+using Keep = KeepBits<kRowFragments, kKeyFragments>;
+TW_DEVICE constexpr int element_of(int m, int n, int e) { return Keep::element_of(m, n, e); }
 
 // Two numbers of this thread side by side into P or dS.
 TW_DEVICE void put(TileOfScores& to, int r, int n, float left, float right) {
@@ -218,10 +187,11 @@ TW_DEVICE void put(TileOfScores& to, int r, int n, float left, float right) {
 }
 
 constexpr float kHidden = -0.0f;  // P of a hidden key: 0 where it counts, and known from a P that was rounded to 0
+constexpr Half kHiddenBits = 0x8000;
 
 // From products to P, which goes to shared memory, dropout applied; unless kReloads, s then holds dS / dP'. One by one, in
 // a loop that is not unrolled: a hundred copies of a long expression would take longer to compile than most problems take to run.
-TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, int stage,
+TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const Keep& keep, Shared& shared, int stage,
                                      const QueryTile& tile, int j0) {
     float* const mine = &shared.elements[0][threadIdx.x];
     constexpr int kStride = kRolled ? kThreads : 0;
@@ -254,7 +224,7 @@ TW_DEVICE void exponentiate_elements(Scores& s, const ScoreContext& score, const
 using OwnRows = float[2 * kRowFragments];  // a number for each row of this thread
 
 template <bool kMasked>
-TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits& keep, Shared& shared, const OwnRows& lse,
+TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const Keep& keep, Shared& shared, const OwnRows& lse,
                             const QueryTile& tile, int j0) {
     const Site& site = score.site;
     const float scale = score.scale * kLog2E;
@@ -308,12 +278,23 @@ TW_DEVICE void exponentiate(Scores& s, const ScoreContext& score, const KeepBits
 }
 
 // dS into shared memory, from what exponentiate left and dP'. kPartial: hidden keys have 0, whatever dP' is.
+// centres: a warp has all keys that its rows see, and the sum of a row of dS is 0. D from o is right only up to the rounding
+// of o, which is no less than the gradients of a row that sees few keys.
 template <bool kPartial>
-TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& keep, float keep_inverse, Shared& shared,
-                             int stage) {
+TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const Keep& keep, float keep_inverse, Shared& shared, int stage,
+                             bool centres) {
 #pragma unroll
     for (int r = 0; r < 2 * kRowFragments; ++r) {
-        const float delta = kDropout ? shared.rows[stage][row_of(r)][1] : 0.0f;  // dP' has it already without dropout
+        float delta = kDropout ? shared.rows[stage][row_of(r)][1] : 0.0f;  // dP' has it already without dropout
+        if constexpr (kCentres && kPartial) {
+            for (int n = 0; n < 2 * kKeyFragments; ++n) {
+                const Half p = *shared.p.at(row_of(r), column_of(n / 2, n % 2));
+                if (p != kHiddenBits) delta += Float<kDTypeQ>::template load<float>(p) * dp[r / 2][n / 2][r % 2 * 2 + n % 2];
+            }
+            delta += __shfl_xor_sync(0xffffffffu, delta, 1);
+            delta += __shfl_xor_sync(0xffffffffu, delta, 2);
+            if (!centres) delta = 0;
+        }
 #pragma unroll
         for (int n = 0; n < kKeyFragments; ++n) {
             float ds[2];
@@ -323,9 +304,10 @@ TW_DEVICE void put_gradients(const Scores& s, const Scores& dp, const KeepBits& 
                 const int e = r % 2 * 2 + c;
                 const auto p = static_cast<Half>(ps >> 16 * c & 0xffffu);
                 float gradient = dp[r / 2][n][e];
+                if (kCentres && kPartial) gradient -= delta;
                 if (kDropout) gradient = (keep[element_of(r / 2, n, e)] ? gradient * keep_inverse : 0.0f) - delta;
                 const float factor = kReloads ? Float<kDTypeQ>::template load<float>(p) : s[r / 2][n][e];
-                const bool hidden = kPartial && (kReloads ? p == 0x8000 : factor == 0);
+                const bool hidden = kPartial && (kReloads ? p == kHiddenBits : factor == 0);
                 ds[c] = hidden ? 0.0f : factor * gradient;
             }
             put(shared.ds, r, n, ds[0], ds[1]);
@@ -560,7 +542,7 @@ TW_KERNEL(bwd_mma, Params, params) {
             fill(s, 0);
             multiply_scores<kDimsQK>(s, shared.q[stage], shared.k);
             float probe = partial ? probe_of(s) : 0.0f;
-            const KeepBits keep = keep_bits(p, site, tile.i0, j0);
+            const Keep keep = Keep::make(p, site, tile.i0 + row_of(0), j0 + column_of(0, 0));
             if constexpr (kBias || kScoreMod) {
                 exponentiate_elements(s, score, keep, shared, stage, tile, j0);
             } else if (!partial) {
@@ -588,12 +570,13 @@ TW_KERNEL(bwd_mma, Params, params) {
             bool careful = false;
             if (partial) {
                 probe += probe_of(dp);
-                put_gradients<true>(s, dp, keep, keep_inverse, shared, stage);
+                const bool centres = site.kv_len <= kTileKV / kWarpsK && !call.dlse.data;
+                put_gradients<true>(s, dp, keep, keep_inverse, shared, stage, centres);
                 if (probe != 0) spread_nan(shared);
                 await_turn(tile);
                 careful = __syncthreads_or(probe != 0);
             } else {
-                put_gradients<false>(s, dp, keep, keep_inverse, shared, stage);
+                put_gradients<false>(s, dp, keep, keep_inverse, shared, stage, false);
                 await_turn(tile);
                 __syncthreads();
             }

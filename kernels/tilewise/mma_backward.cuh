@@ -90,4 +90,41 @@ TW_DEVICE void wait_for(int* turns, int mine) {
 #endif
 }
 
+// What dropout keeps of a thread's scores, kRows x kKeys fragments.
+template <int kRows, int kKeys>
+struct KeepBits {
+    Word words[kDropout ? (kRows * kKeys * 4 + 31) / 32 : 1];
+
+    TW_DEVICE constexpr int element_of(int m, int n, int e) { return (m * kKeys + n) * 4 + e; }
+    __device__ __forceinline__ bool operator[](int e) const { return !kDropout || (words[e / 32] >> e % 32 & 1u); }
+
+    // i, j: of the first element. One draw serves the rows g, g + 8 and four fragments of keys.
+    TW_DEVICE KeepBits make(const abi::Problem& p, const Site& site, int i, int j) {
+        KeepBits keep{};
+        if constexpr (kDropout) {
+            const Philox philox = Philox::make(p, site);
+            const Word threshold = static_cast<Word>(p.dropout_threshold);
+#pragma unroll
+            for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+                for (int n = 0; n < kKeys; n += 4) {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const auto draw = philox.draw(i + 16 * m, j + 8 * n + c);
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                            for (int f = 0; f < 4 && n + f < kKeys; ++f) {
+                                const int e = element_of(m, n + f, 2 * half + c), key = j + 8 * (n + f) + c;
+                                if (draw.keep(half, key >> 4 & 1, key >> 3 & 1, threshold)) keep.words[e / 32] |= 1u << e % 32;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        return keep;
+    }
+};
+
 }  // namespace tilewise

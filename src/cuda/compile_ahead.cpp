@@ -80,12 +80,22 @@ std::vector<jit::Source> backward_simt(const Problem& p, const Arch&, std::strin
 
 std::vector<jit::Source> backward_mma(const Problem& p, const Arch& arch, std::string& why_not) {
     const jit::MaskProgram mask = jit::render_mask(p);
-    const auto spec = jit::mma_backward_spec(p, mask, arch, &why_not);
-    if (!spec) return {};
-    std::vector<jit::Source> sources{jit::attention_source("bwd_mma.cu", *spec, spec->constants(), p, mask),
-                                     jit::plain_source("bwd_mma_finish.cu")};
+    std::vector<jit::Source> sources{jit::plain_source("bwd_mma_finish.cu")};
+    std::set<std::string> known;
+    jit::OptionSpec options;
+    for (const int64_t keys :
+         {int64_t{1}, int64_t{1024}, int64_t{1} << 20}) {  // few, some and many have tiles of their own
+        Problem sized = p;
+        sized.max_seqlen_kv = keys;
+        const auto spec = jit::mma_backward_spec(sized, mask, arch, &why_not);
+        if (!spec) return {};
+        options = *spec;
+        const jit::Constants constants = spec->constants();
+        if (known.insert(jit::text_of(*spec, constants)).second)
+            sources.push_back(jit::attention_source("bwd_mma.cu", *spec, constants, p, mask));
+    }
     // Gradients of these are left to the kernels of bwd_simt.
-    if (spec->bias || spec->slopes || spec->sinks) {
+    if (options.bias || options.slopes || options.sinks) {
         for (jit::Source& source : backward_simt(p, arch, why_not)) sources.push_back(std::move(source));
     }
     return sources;

@@ -28,6 +28,7 @@ Constants MmaBackwardSpec::constants() const {
             {"kAligned", aligned},
             {"kDeterministic", deterministic},
             {"kRolled", rolled},
+            {"kCentres", centres},
             {"kSharedBytes", static_cast<int>(shared_bytes())}};
 }
 
@@ -79,8 +80,10 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
         spec.blocks = limit > 200 * 1024 ? 3 : 1;
     } else if (dims <= 128) {
         spec.queries = 64, spec.keys = 64, spec.warps = 4, spec.blocks = limit > 200 * 1024 ? 2 : 1;
-        // More keys share what is read of a tile of queries; in short causal masks too much of them would be hidden.
-        const bool short_causal = mask.window_right == 0 && p.max_seqlen_kv <= 2048 && limit > 200 * 1024;
+        // More keys share what is read of a tile of queries; in short causal masks too much of them would be hidden,
+        // but for the shortest, which one tile has.
+        const bool short_causal =
+            mask.window_right == 0 && p.max_seqlen_kv > 64 && p.max_seqlen_kv <= 2048 && limit > 200 * 1024;
         if (limit >= 163 * 1024 && !short_causal) spec.keys = 128, spec.warps = 8, spec.blocks = 1;
     } else {
         spec.queries = 64, spec.keys = 64, spec.warps = 8, spec.blocks = 1;
@@ -109,6 +112,8 @@ std::optional<MmaBackwardSpec> mma_backward_spec(const Problem& p, const MaskPro
         {spec.keys * spec.warps_q / spec.warps / 16, spec.dims_qk * spec.warps_keys / spec.warps / 16,
          spec.dims_v * spec.warps_keys / spec.warps / 16, spec.dims_qk * spec.warps_queries / spec.warps / 16});
     spec.read_ahead = std::min(tuned("kReadAhead", 1), std::max(steps, 1));
+    spec.centres = p.max_seqlen_kv <= spec.keys * spec.warps_q / spec.warps && !spec.dropout && !spec.softcap &&
+                   !spec.score_mod && !spec.sinks;
     return spec;
 }
 

@@ -16,7 +16,8 @@ struct MmaBackwardSpec : OptionSpec {
     int stages = 1;                                      // of dO
     int read_ahead = 1;                                  // products between reading a fragment and its use
     bool bands = false, documents = false, window = false, aligned = false, deterministic = false;
-    bool rolled = false;  // some scores are finished one by one
+    bool rolled = false;   // some scores are finished one by one
+    bool centres = false;  // rows may see so few keys that one warp has them all
 
     [[nodiscard]] Constants constants() const;
     [[nodiscard]] int64_t shared_bytes() const;
