@@ -17,6 +17,7 @@
 #include <filesystem>
 #include <functional>
 #include <numeric>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -737,6 +738,71 @@ struct HalfCallOnGpu {
         for (size_t n = 0; n < o.size(); ++n) ASSERT_NEAR(core::half_to_float(bits[n]), o[n], 2e-3) << n;
     }
 };
+
+// Report B01: of a query that sees few keys, one of them nearly alone, gradients are differences of numbers as large as
+// the rounding of o. The CPU's are those of the same numbers in float32.
+TILEWISE_ON_FAKE_GPU(GradientsOfARowWithFewKeys) {
+    constexpr int64_t kQueries = 2, kKeys = 3, kHeads = 40, kDims = 64, kWidth = kHeads * kDims;
+    struct Part {
+        int64_t rows;
+        std::vector<uint16_t> half;
+        std::vector<float> host;
+    };
+    std::array<Part, 8> parts;  // q, k, v, do, o, dq, dk, dv
+    std::mt19937 generator(1);
+    std::normal_distribution<float> normal;
+    for (size_t n = 0; n < parts.size(); ++n) {
+        parts[n].rows = n == 1 || n == 2 || n > 5 ? kKeys : kQueries;
+        for (int64_t i = 0; i < parts[n].rows * kWidth; ++i) {
+            parts[n].half.push_back(core::float_to_bfloat(normal(generator)));
+            parts[n].host.push_back(core::bfloat_to_float(parts[n].half.back()));
+        }
+    }
+    const auto run = [&](bool gpu, const std::function<void*(size_t)>& at, float* lse) {
+        const auto tensor = [&](size_t n) -> tilewise_tensor {
+            const int64_t rows = parts[n].rows;
+            return {at(n),
+                    gpu ? TILEWISE_BFLOAT16 : TILEWISE_FLOAT32,
+                    4,
+                    {1, rows, kHeads, kDims},
+                    {rows * kWidth, kWidth, kDims, 1}};
+        };
+        tilewise_problem problem;
+        tilewise_problem_init(&problem);
+        problem.device_type = gpu ? TILEWISE_CUDA : TILEWISE_CPU, problem.backend = gpu ? "mma" : nullptr;
+        problem.causal = 1, problem.has_softmax_scale = 1, problem.softmax_scale = 1;
+        problem.q = tensor(0), problem.k = tensor(1), problem.v = tensor(2);
+        tilewise_forward_args forward;
+        tilewise_forward_args_init(&forward);
+        forward.o = tensor(4);
+        forward.lse = {lse, TILEWISE_FLOAT32, 3, {1, kHeads, kQueries}, {kHeads * kQueries, kQueries, 1}};
+        ASSERT_EQ(tilewise_forward(&problem, &forward), TILEWISE_OK) << tilewise_last_error();
+        tilewise_backward_args backward;
+        tilewise_backward_args_init(&backward);
+        backward.d_o = tensor(3), backward.o = tensor(4), backward.lse = forward.lse;
+        backward.dq = tensor(5), backward.dk = tensor(6), backward.dv = tensor(7);
+        ASSERT_EQ(tilewise_backward(&problem, &backward), TILEWISE_OK) << tilewise_last_error();
+    };
+    std::vector<float> lse(kHeads * kQueries);
+    run(false, [&](size_t n) { return static_cast<void*>(parts[n].host.data()); }, lse.data());
+
+    constexpr size_t kRoom = 2 * kKeys * kWidth;
+    const Memory memory(0, 9 * kRoom);
+    const auto at = [&](size_t n) { return static_cast<void*>(static_cast<std::byte*>(memory.data()) + n * kRoom); };
+    const DeviceGuard guard(0);
+    for (size_t n = 0; n < 4; ++n) copy_to_device(at(n), parts[n].half.data(), parts[n].half.size() * 2, nullptr);
+    synchronize(nullptr);
+    run(true, at, static_cast<float*>(at(8)));
+    for (size_t n = 5; n < 8; ++n) {
+        std::vector<uint16_t>& got = parts[n].half;
+        copy_to_host(got.data(), at(n), got.size() * 2, nullptr);
+        synchronize(nullptr);
+        float largest = 0;
+        for (const float x : parts[n].host) largest = std::max(largest, std::abs(x));
+        for (size_t i = 0; i < got.size(); ++i)
+            ASSERT_NEAR(core::bfloat_to_float(got[i]), parts[n].host[i], 0.01f * (1 + largest)) << n << " " << i;
+    }
+}
 
 // A plan of fwd_sm90 serves what that kernel does not take, too: then fwd_mma runs inside. Tensor maps say which ran.
 TILEWISE_ON_FAKE_GPU(PlansOfTheHopperKernelServeOtherRuns, {"TILEWISE_FAKE_SMS", "4"}) {

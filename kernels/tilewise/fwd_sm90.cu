@@ -23,15 +23,12 @@
 namespace tilewise {
 
 constexpr int kPanelsQK = (kDimsQK + kPanel - 1) / kPanel, kPanelsV = (kColumns + kPanel - 1) / kPanel;
-constexpr int kQBytes = kPanelsQK * kTileQ * kPanel * 2;
-constexpr int kKBytes = kPanelsQK * kTileKV * kPanel * 2, kVBytes = kPanelsV * kTileKV * kPanel * 2;
 constexpr int kConsumerThreads = kConsumers * 128;
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
 // What warpgroups give and take is what the block has at its start; who asks for more waits for ever.
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 
 // Of the tiles of keys from Work::first on: which some row sees, and which all rows see. Bands need no list.
-constexpr int kListed = kBands ? 32 : 4096;
 struct TileList {
     Word seen[kListed / 32], full[kListed / 32];
 
@@ -160,6 +157,17 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
     Queue::leave(plan.queue);
 }
 
+// Asks for one tile, as soon as the next buffer of its ring is free.
+template <int kBuffers, int kPanels, int kNumbers>
+TW_DEVICE void ask(Half (&to)[kBuffers][kPanels][kNumbers], Barrier (&full)[kBuffers], Barrier (&empty)[kBuffers], Ring<kBuffers>& next,
+                   const abi::TensorMap& map, int row, int head, int batch) {
+    empty[next.at].wait(next.phase ^ 1u);
+    full[next.at].expect(sizeof to[0]);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) copy_panel(to[next.at][panel], map, full[next.at], panel * kPanel, row, head, batch);
+    next.advance();
+}
+
 // A thread: asks for what the work needs.
 TW_DEVICE void copy(const Params& params, Shared& shared) {
     Ring<kWorks> works;
@@ -171,39 +179,18 @@ TW_DEVICE void copy(const Params& params, Shared& shared) {
         const Work& work = shared.work[works.at];
         const int first = work.kv_row + work.first, count = work.count, b = work.kv_batch, head_kv = work.head_kv;
         if (count == 0) return;
-        const auto copy_k = [&](int n) {
-            Barrier& full = shared.k_full[keys.at];
-            shared.k_empty[keys.at].wait(keys.phase ^ 1u);
-            full.expect(kKBytes);
-#pragma unroll
-            for (int panel = 0; panel < kPanelsQK; ++panel)
-                copy_panel(shared.k[keys.at][panel], params.k, full, panel * kPanel, first + n * kTileKV, head_kv, b);
-            keys.advance();
-        };
-        const auto copy_v = [&](int n) {
-            Barrier& full = shared.v_full[values.at];
-            shared.v_empty[values.at].wait(values.phase ^ 1u);
-            full.expect(kVBytes);
-#pragma unroll
-            for (int panel = 0; panel < kPanelsV; ++panel)
-                copy_panel(shared.v[values.at][panel], params.v, full, panel * kPanel, first + n * kTileKV, head_kv, b);
-            values.advance();
+        const auto ask_k = [&](int n) {
+            ask(shared.k, shared.k_full, shared.k_empty, keys, params.k, first + n * kTileKV, head_kv, b);
         };
         int n = work.list.below(count);
-        copy_k(n);
-        Barrier& full = shared.q_full[queries.at];
-        shared.q_empty[queries.at].wait(queries.phase ^ 1u);
-        full.expect(kQBytes);
-#pragma unroll
-        for (int panel = 0; panel < kPanelsQK; ++panel)
-            copy_panel(shared.q[queries.at][panel], params.q, full, panel * kPanel, work.q_row, work.h, work.q_batch);
-        queries.advance();
+        ask_k(n);
+        ask(shared.q, shared.q_full, shared.q_empty, queries, params.q, work.q_row, work.h, work.q_batch);
 #pragma unroll 1
         while (n >= 0) {
             if (!kAhead && n == (count > kLong ? 1 : count - 1)) shared.work_empty[works.at].arrive();
             const int following = work.list.below(n);
-            if (following >= 0) copy_k(following);
-            copy_v(n);
+            if (following >= 0) ask_k(following);
+            ask(shared.v, shared.v_full, shared.v_empty, values, params.v, first + n * kTileKV, head_kv, b);
             n = following;
         }
         if (kAhead) shared.work_empty[works.at].arrive();
@@ -371,8 +358,8 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     };
     const auto start_scores = [&] {
         begin_products();
-        start_score_product(s, by_rows_of(shared.q[queries.at][0] + group * 64 * kPanel, kTileQ),
-                            by_rows_of(shared.k[keys.at][0], kTileKV));
+        start_score_product(s, by_rows_of(shared.q[queries.at][0] + group * 64 * kPanel),
+                            by_rows_of(shared.k[keys.at][0]));
         commit_products();
     };
     const auto start_output = [&] {

@@ -119,7 +119,7 @@ TW_DEVICE void await_threads(int id, int count) { asm volatile("bar.sync %0, %1;
 
 #ifdef TILEWISE_FAKE_CUDA
 using Operand = const Half*;
-TW_DEVICE Operand by_rows_of(const Half* panels, int) { return panels; }
+TW_DEVICE Operand by_rows_of(const Half* panels) { return panels; }
 TW_DEVICE Operand by_columns_of(const Half* panels, int) { return panels; }
 TW_DEVICE void begin_products() {}
 TW_DEVICE void commit_products() {}
@@ -138,7 +138,7 @@ TW_DEVICE Operand descriptor(const Half* panels, int leading) {
     return (shared_address(panels) & 0x3ffffu) >> 4 | static_cast<unsigned long long>(leading) << 16 | kEightRows << 32 | kSwizzle128;
 }
 // Rows of the operand are rows of the panels, with the depth along them; the next panel is for the next 64 of the depth.
-TW_DEVICE Operand by_rows_of(const Half* panels, int) { return descriptor(panels, 1); }
+TW_DEVICE Operand by_rows_of(const Half* panels) { return descriptor(panels, 1); }
 // Columns of the operand are along the rows of the panels, which have so many; the next panel has the next 64 columns.
 TW_DEVICE Operand by_columns_of(const Half* panels, int rows) { return descriptor(panels, rows * 2 * kPanel / 16); }
 TW_DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

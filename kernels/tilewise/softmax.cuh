@@ -1,6 +1,6 @@
-// Online softmax of the forward kernels (Milakov and Gimelshein 2018), with a reference in place of the running maximum: it follows
-// only when scores have grown past it by kHeadroom powers of two, so that o is rescaled a few times per row and not once
-// per tile.
+// Online softmax of the forward kernels (Milakov and Gimelshein 2018), with a reference in place of the running maximum: it
+// follows only when scores have grown past it by kHeadroom powers of two, so that o is rescaled a few times per row and not
+// once per tile.
 //
 // spec.cuh comes before this file: kMTiles, kTileKV, kColumns.
 #pragma once

@@ -13,7 +13,8 @@ using core::Problem;
 
 namespace {
 
-constexpr int kPanel = 64;  // numbers in a row of a tile in shared memory: 128 bytes, what a swizzle spans
+constexpr int kListed = 4096;  // tiles of keys, where those that are seen are listed
+constexpr int kPanel = 64;     // numbers in a row of a tile in shared memory: 128 bytes, what a swizzle spans
 
 // TMA takes distances of whole 16 bytes below 2^40; what only one number of an axis exists of has no distance.
 bool fits_tma(const core::Tensor4& t, int64_t batch, int64_t heads) {
@@ -44,6 +45,7 @@ Constants Sm90ForwardSpec::constants() const {
             {"kColumns", columns},
             {"kBands", bands},
             {"kDocuments", documents},
+            {"kListed", bands ? 32 : kListed},
             {"kTable", table},
             {"kDelays", delays},
             {"kPackGQA", 0},
@@ -105,11 +107,10 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_sm90", name, fallback); };
     spec.consumers = tuned("kConsumers", spec.consumers), spec.keys = tuned("kTileKV", spec.keys);
     spec.delays = tuned("kDelays", 0) != 0;
-    spec.k_stages = tuned("kKStages", spec.k_stages), spec.v_stages = tuned("kVStages", spec.v_stages),
+    spec.k_stages = tuned("kKStages", spec.k_stages), spec.v_stages = tuned("kVStages", spec.v_stages);
     spec.q_buffers = tuned("kQBuffers", spec.q_buffers);
     while (spec.shared_bytes() > shared_limit(arch) && spec.keys > 16) spec.keys -= 16;
-    constexpr int64_t kListed = 4096;  // tiles of keys
-    if (!spec.bands && p.kv_rows > kListed * spec.keys)
+    if (!spec.bands && p.kv_rows > int64_t{kListed} * spec.keys)
         return no(std::to_string(p.kv_rows) + " keys; lists of visible tiles end at " +
                   std::to_string(kListed * spec.keys));
     return spec;
