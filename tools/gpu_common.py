@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -119,6 +120,11 @@ def machine() -> tuple[dict[str, Any], Path]:
                  "commit": os.environ.get("TILEWISE_COMMIT"), "torch": None, "cuda": None}  # fmt: skip
         folder = ROOT / "bench/results" / "-".join(name.lower().removeprefix("nvidia ").split())
     return found, Path(folder)
+
+
+def is_hopper(gpu: str) -> bool:
+    """Whether the kernels of sm90 run on the GPU of this name."""
+    return re.search(r"H100|H200|H800|H20\b|GH200", gpu) is not None
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

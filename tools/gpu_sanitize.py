@@ -16,13 +16,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, machine, pool, run, say, table, write
+from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, is_hopper, machine, pool, run, say, table, write
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 # (impl, dtype); tensor cores are for 16 bits.
 KERNELS = (("simt", "float32"), ("simt", "bfloat16"), ("simt", "float64"), ("mma", "bfloat16"), ("mma", "float16"))
-# Longest sequence, largest head dim: several tiles of keys, 64 in simt and up to 128 in mma, pass by.
-SIZES = {"simt": (90, 40), "mma": (400, 100)}
+HOPPER = (("sm90", "bfloat16"), ("sm90", "float16"))
+# Longest sequence, largest head dim: several tiles of keys, 64 in simt, up to 128 in mma, up to 176 in sm90, pass by.
+SIZES = {"simt": (90, 40), "mma": (400, 100), "sm90": (700, 130)}
 # racecheck: every hazard with its place, not only that there is one.
 OPTIONS = {"racecheck": ["--racecheck-report=all"]}
 FOUND = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
@@ -92,10 +93,10 @@ def sanitize(tool: str, kernels: tuple[str, str], program: str, options: argpars
 def compile_first(options: argparse.Namespace, rows: dict[str, Row]) -> None:
     """The same cases without a tool; what is wrong here is no finding of the tools."""
     row = rows["without a tool"] = Row("without a tool")
-    with pool(len(KERNELS)) as jobs:
+    with pool(len(options.kernels)) as jobs:
         started = [
             (each, jobs.submit(run, [str(HARNESS), *harness_settings(each, options)], options.limit, {}))
-            for each in KERNELS
+            for each in options.kernels
         ]
         for kernels, job in started:
             done = job.result()
@@ -126,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     start = time.monotonic()
     about, folder = machine()
+    options.kernels = KERNELS + (HOPPER if is_hopper(about["gpu"]) else ())
     folder = options.out or folder
     os.environ["TILEWISE_CACHE_DIR"] = str(BUILD / "cache")
     rows: dict[str, Row] = {}
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with pool(max(1, min(6, (os.cpu_count() or 4) // 2))) as jobs:
             started = [
                 (tool, jobs.submit(sanitize, tool, each, program, options, rows[tool]))
-                for each in KERNELS
+                for each in options.kernels
                 for tool in chosen
             ]
             for tool, job in started:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, machine, pool, run, say, table, write
+from gpu_common import BUILD, HARNESS, ROOT, Done, Row, indented, is_hopper, machine, pool, run, say, table, write
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 # (impl, dtype): tensor cores are for 16 bits.
@@ -140,7 +140,7 @@ class Run:
 
 def draws(gpu: str) -> Iterator[tuple[str, list[str]]]:
     """Without end: (row of the table, settings of the harness). Every size and kernel once, then other seeds."""
-    kernels = KERNELS + (HOPPER if re.search(r"H100|H200|H800|H20\b|GH200", gpu) else ())
+    kernels = KERNELS + (HOPPER if is_hopper(gpu) else ())
     for seed in itertools.count(step=CHUNK):
         for (seqlen, dim), (impl, dtype) in itertools.product(SIZES, kernels):
             settings = [f"impl={impl}", f"dtype={dtype}", f"seqlen={seqlen}", f"dim={dim}", f"seed={seed}"]
