@@ -164,7 +164,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     const int64_t heads_kv = chance(0.03) && !space.tma ? 0 : uniform(1, space.large ? 2 : 3);
     const int64_t heads_q = chance(0.02) && !space.tma ? 0 : heads_kv * uniform(1, chance(0.2) ? 5 : 3);
     const int64_t dim = chance(0.03) && !space.tma ? 0 : uniform(1, space.max_head_dim);
-    const int64_t dim_v = chance(0.5) ? dim : chance(0.03) && !space.tma ? 0 : uniform(1, space.max_head_dim);
+    int64_t dim_v = chance(0.5) ? dim : chance(0.03) && !space.tma ? 0 : uniform(1, space.max_head_dim);
+    if (space.tma) dim_v = (dim_v + 7) / 8 * 8;
     const auto length = [&] {
         if (chance(0.05) && !space.tma) return int64_t{0};
         if (chance(0.2)) return uniform(1, 3);

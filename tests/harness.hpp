@@ -50,7 +50,7 @@ struct Space {
     int64_t max_seqlen = 150;
     int64_t max_head_dim = 40;
     bool large = false;  // few but long sequences: several tiles and segments of keys
-    bool tma = false;    // what fwd_sm90 takes: rows at multiples of 16 bytes; bands and documents
+    bool tma = false;    // what fwd_sm90 takes: rows at multiples of 16 bytes, in v and o full; bands and documents
 };
 
 // One random problem with everything it points to.

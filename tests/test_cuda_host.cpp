@@ -833,7 +833,8 @@ TILEWISE_ON_FAKE_GPU(PlansOfTheHopperKernelServeOtherRuns, {"TILEWISE_FAKE_SMS",
         EXPECT_EQ(maps_of({}), kHopper);
         EXPECT_EQ(maps_of({.shift_q = 1}), kOther);
         EXPECT_EQ(maps_of({.shift_q = 8}), kHopper);
-        EXPECT_EQ(maps_of({.shift_o = 1}), kHopper);  // o is written by single numbers
+        EXPECT_EQ(maps_of({.shift_o = 1}), kOther);
+        EXPECT_EQ(maps_of({.shift_o = 8}), kHopper);
         EXPECT_EQ(maps_of({.rows_q = 300, .rows_kv = 130}), kHopper);
         EXPECT_EQ(maps_of({.rows_q = 40}), kOther);  // too few for tiles of this size
         EXPECT_EQ(maps_of({.rows_kv = 0}), kOther);

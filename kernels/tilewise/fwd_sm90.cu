@@ -213,56 +213,55 @@ struct Probabilities {  // P in the dtype of V, as the left operand of products 
     }
 };
 
-// Of 4 x 4 words, one row in each lane of a quad, the columns.
-TW_DEVICE void transpose(Word (&w)[4], int lane) {
-    const bool odd = lane & 1, high = lane & 2;
-#pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-        const Word got = __shfl_xor_sync(0xffffffffu, odd ? w[n] : w[n + 1], 1);
-        (odd ? w[n] : w[n + 1]) = got;
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        const Word got = __shfl_xor_sync(0xffffffffu, high ? w[n] : w[n + 2], 2);
-        (high ? w[n] : w[n + 2]) = got;
-    }
-}
+struct Closed {  // what the rows of this thread need at their end
+    float factor[kRowsPerThread];
+};
 
-// o and lse of the rows of this warp. A quad of lanes has a row, in pairs of numbers, and writes it by 16 bytes each.
-TW_DEVICE void write_output(const Params& params, const Block& block, const Output& o, const Softmax& softmax) {
-    // Addresses that depend on the thread alone would otherwise stay in registers from tile to tile.
-    const int thread = as_unknown(static_cast<int>(threadIdx.x)), lane = thread % 32;
-    const int rows = block.rows(), dims = static_cast<int>(block.p.head_dim_v);
-    const Int b = batch_of(block.p.packed_q, block.site.b), first = block.site.q_row0 + block.i0;
+// Writes lse. Can be done before o is there.
+TW_DEVICE Closed close_rows(const Params& params, const Block& block, const Softmax& softmax) {
     const abi::Rows& lse = params.call.lse;
-    const abi::Tensor& out = params.call.o;
+    Closed closed;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-        const int row = thread / 32 * 16 + r * 8 + lane / 4;
+        const int row = as_unknown(row_of(r));
         float reference = softmax.reference[r] * softmax.scale, sum = softmax.row_sum(r);
-        const float factor = close_row(block, row, reference, sum);
-        if (lse.data && lane % 4 == 0 && row < rows) {
-            static_cast<float*>(lse.data)[b * lse.batch + block.h * lse.head + (first + row) * lse.row] =
+        closed.factor[r] = close_row(block, row, reference, sum);
+        if (lse.data && lane_id() % 4 == 0 && row < block.rows()) {
+            const Int b = batch_of(block.p.packed_q, block.site.b);
+            static_cast<float*>(lse.data)[b * lse.batch + block.h * lse.head + (block.site.q_row0 + block.i0 + row) * lse.row] =
                 lse_of(reference, sum);
         }
-        Half* const to = static_cast<Half*>(out.data) + b * out.batch + block.h * out.head + (first + row) * out.row;
+    }
+    return closed;
+}
+
+struct __align__(8) Pair {
+    Word words[2];
+};
+
+// o of the rows of this warp. A quad of lanes has a row, in pairs of numbers. Two lanes swap pairs of two fragments, so that
+// each writes 8 bytes, and the quad the 32 bytes of a sector. No branches between: a store waits for none before it.
+TW_DEVICE void write_output(const Params& params, const Block& block, const Output& o, const Closed& closed) {
+    // Addresses that depend on the thread alone would otherwise stay in registers from tile to tile.
+    const int thread = as_unknown(static_cast<int>(threadIdx.x)), lane = thread % 32;
+    const bool odd = lane & 1;
+    const int rows = block.rows(), dims = static_cast<int>(block.p.head_dim_v);
+    const abi::Tensor& out = params.call.o;
+    const Int b = batch_of(block.p.packed_q, block.site.b);
+    const int first_row = thread / 32 * 16 + lane / 4;
+    Half* const to = static_cast<Half*>(out.data) + b * out.batch + block.h * out.head +
+                     (block.site.q_row0 + block.i0 + first_row) * out.row + lane % 4 / 2 * 4 + (odd ? 8 : 0);
+    const int left = dims - (odd ? 8 : 0);
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; n += 4) {
-            Word words[4];
+    for (int r = 0; r < kRowsPerThread; ++r) {
+        const bool inside = first_row + r * 8 < rows;
 #pragma unroll
-            for (int m = 0; m < 4; ++m)
-                words[m] = n + m < kColumns / 8 ? pack(o[0][n + m][2 * r] * factor, o[0][n + m][2 * r + 1] * factor) : 0;
-            transpose(words, lane);
-            const int c = (n + lane % 4) * 8;
-            if (row >= rows || c >= dims) continue;
-            if (params.call.aligned && c + 8 <= dims) {
-                *reinterpret_cast<Chunk*>(to + c) = {{words[0], words[1], words[2], words[3]}};
-            } else {
-#pragma unroll 1
-                for (int x = 0; x < 8 && c + x < dims; ++x) {
-                    const Word word = x < 4 ? (x < 2 ? words[0] : words[1]) : x < 6 ? words[2] : words[3];
-                    to[(c + x) * out.dim] = static_cast<Half>(word >> x % 2 * 16);
-                }
+        for (int n = 0; n < kColumns / 8; n += 2) {
+            const Word left_word = pack(o[0][n][2 * r] * closed.factor[r], o[0][n][2 * r + 1] * closed.factor[r]);
+            const Word right_word = pack(o[0][n + 1][2 * r] * closed.factor[r], o[0][n + 1][2 * r + 1] * closed.factor[r]);
+            const Word got = __shfl_xor_sync(0xffffffffu, odd ? left_word : right_word, 1);
+            if (inside && n * 8 < left) {
+                *reinterpret_cast<Pair*>(to + r * 8 * out.row + n * 8) = odd ? Pair{{got, right_word}} : Pair{{left_word, got}};
             }
         }
     }
@@ -413,7 +412,12 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             if (!first_work) await_v();
             start_output();
         };
-        const auto write = [&](const Softmax& closed) {
+        const auto close = [&] {
+            Closed closed{};
+            if (!first_work) closed = close_rows(params, block_at(i0_before, head_before, slot_before), softmax);
+            return closed;
+        };
+        const auto write = [&](const Closed& closed) {
             hold(o);
             if (first_work) return;
             leave_v();
@@ -427,17 +431,18 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         if constexpr (kQBuffers > 1) {  // the next q is there already
             start_first_scores();
             start_last_output();
+            const Closed closed = close();
             wait_for_products<1>();
             hold(s);
-            const Softmax closed = softmax;
             finish_first_scores();
             wait_for_products<0>();
             write(closed);
         } else {
             start_last_output();
             start_first_scores();
+            const Closed closed = close();
             wait_for_products<1>();
-            write(softmax);
+            write(closed);
             wait_for_products<0>();
             hold(s);
             finish_first_scores();

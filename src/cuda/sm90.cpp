@@ -87,8 +87,7 @@ struct Memory {
     explicit Memory(Arena& arena) : queue(arena.take(3 * 8)) {}
 };
 
-// A plan serves problems of other lengths and strides too, and those are fwd_mma's where this kernel does not take
-// them.
+// A plan serves problems of other lengths and strides too, and any o; fwd_mma does what this kernel does not take.
 size_t workspace(const Problem& p, Pass pass) {
     const auto program = program_of(p, pass);
     const auto decision = decide(p, *program);
@@ -96,7 +95,7 @@ size_t workspace(const Problem& p, Pass pass) {
     Arena arena(nullptr);
     [[maybe_unused]] const Call call(p, program->mask, arena, decision->spec.rows(), decision->spec.keys);
     [[maybe_unused]] const Memory memory(arena);
-    return static_cast<size_t>(arena.used());
+    return std::max(static_cast<size_t>(arena.used()), kFwdMma.workspace_bytes(p, pass));
 }
 
 std::string explain(const Problem& p, Pass pass) {
@@ -174,7 +173,7 @@ void forward(const Problem& p, const core::ForwardArgs& args, Workspace workspac
     const bool known = workspace.kept != nullptr && *workspace.kept != nullptr;
     const auto kept = known ? std::static_pointer_cast<const Kept>(*workspace.kept) : keep(p, workspace);
     if (workspace.kept != nullptr) *workspace.kept = kept;
-    if (!kept->decision) {
+    if (!kept->decision || !jit::takes_16_bytes(args.o)) {
         workspace.kept = &kept->of_mma;
         return kFwdMma.forward(p, args, workspace);
     }

@@ -73,6 +73,8 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
         return no("head dims " + std::to_string(p.head_dim_qk) + " and " + std::to_string(p.head_dim_v) +
                   "; at most 256 are taken");
     if (std::min(p.head_dim_qk, p.head_dim_v) < 1) return no("a head dim of 0");
+    if (p.head_dim_v % 8 != 0)
+        return no("head_dim_v " + std::to_string(p.head_dim_v) + "; multiples of 8 are taken");
     if (!mask.bands && !mask.documents) return no("its masks are causal, windows, chunks and documents");
     if (p.bias || !p.score_mod.empty()) return no("it takes no bias and no score_mod");
     if (std::max(p.q_rows, p.kv_rows) >= int64_t{1} << 30)
@@ -98,6 +100,7 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
         const bool short_causal = mask.window_right >= 0 && p.max_seqlen_q <= 1024 && !p.batch_invariant;
         spec.consumers = plain && !spec.table && mask.numbers.empty() && !short_causal ? 3 : 2;
         spec.k_stages = spec.v_stages = 4;
+        if (crowded) spec.keys = 96;
     } else if (dims <= 128) {
         spec.keys = crowded ? 96 : 128, spec.k_stages = 3;  // scores come first
     } else {  // 227 KB of shared memory leave room for one q, and for fewer keys
