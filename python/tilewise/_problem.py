@@ -40,8 +40,8 @@ from ._trace import Function
 from .masks import Mask, as_mask
 
 Layout: TypeAlias = Literal["bshd", "bhsd"]
-Causal: TypeAlias = "bool | Literal['top_left']"
-ScoreMod: TypeAlias = "Function | Callable[..., Any]"
+Causal: TypeAlias = bool | Literal["top_left"]
+ScoreMod: TypeAlias = Function | Callable[..., Any]
 # (seed, offset) of dropout: two numbers, or an int64[2] tensor that stays where it is.
 Rng: TypeAlias = "tuple[int, int] | Array"
 

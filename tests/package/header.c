@@ -1,3 +1,0 @@
-#include <tilewise/tilewise.h>
-
-const char* version_of_header(void) { return TILEWISE_VERSION_STRING; }
