@@ -16,7 +16,7 @@ from typing import Any, Never, TypeVar, Unpack
 
 import numpy as np
 
-from . import _cuda, _ext
+from . import _cuda, _ext, _record
 from ._arrays import (
     ANYWHERE,
     Array,
@@ -151,6 +151,8 @@ def run_forward(
     """o and, if wanted, lse."""
     if settings.cuda >= 0 and settings.backend == "reference":
         return _forward_on_host(settings, arrays, rng, want_lse, out)
+    if _record.FILE:
+        _record.forward(settings, arrays, rng)
     q = arrays[Q]
     assert q is not None
     o_shape, lse_shape = _output_shapes(settings, arrays)
@@ -182,6 +184,8 @@ def run_backward(
     """Gradients of the arrays whose places are wanted, by place."""
     if settings.cuda >= 0 and settings.backend == "reference" and run is None:
         return _backward_on_host(settings, arrays, rng, do, o, lse, dlse, wanted, buffers)
+    if _record.FILE:
+        _record.backward(settings, arrays, rng, do, dlse, wanted)
     gradients: dict[int, Array] = {}
     for place in wanted:
         given = buffers.get(place) if buffers else None
@@ -363,7 +367,7 @@ def attention(
     Returns:
         o, of the kind and dtype of q, its shape with head_dim_v, its axes in memory in the order of q's; or (o, lse).
         In torch o and lse are differentiable once, with respect to q, k, v, bias, alibi_slopes, sinks and the float
-        arrays that score_mod captured.
+        arrays that score_mod captured; `tilewise.torch_ops.composite` any number of times.
 
     Raises:
         InvalidArgumentError (ValueError): a shape, dtype or value; ArgumentTypeError (TypeError): an object of the wrong
@@ -376,7 +380,12 @@ def attention(
         cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, seqused_q, seqused_kv, leftpad_kv, dropout_p, seed,
         deterministic, batch_invariant, backend, validate,
     )  # fmt: skip
-    if is_torch(q):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(q, torch.Tensor):
+        if torch.compiler.is_dynamo_compiling():  # which must not see _torch_attention: it compiles again when that changes
+            from . import _torch
+
+            return _torch.traced_attention(q, k, v, options, return_lse, out)
         return (_torch_attention or _import_torch())(q, k, v, options, return_lse, out)
     call = Call(q, k, v, *options)
     out = checked_out(out, "out", call)

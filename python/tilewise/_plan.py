@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-from . import _cuda, _ext
+from . import _cuda, _ext, _record
 from ._arrays import Array, accumulator, as_array, check_output, empty, empty_in_order, is_torch, view
 from ._attention import (
     Gradients,
@@ -141,6 +141,8 @@ class Plan:
         if given is None and self._lse and lse_shape is not None:
             given = empty(array, lse_shape, accumulator(array))
         rng = rng_of(call)
+        if _record.FILE:
+            _record.forward(call.settings, call.arrays, rng)
         with _no_grad(call):
             try:
                 problem = call.problem(rng)

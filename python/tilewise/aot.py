@@ -48,6 +48,7 @@ class Kernel:
     from_cache: bool
     warnings: list[str]
     path: str
+    rendered: str = ""  # spec.cuh, at the first kernel of a module
 
     def faults(self) -> list[str]:
         """What no tuned kernel may have."""
@@ -87,7 +88,7 @@ class Outcome:
             "good": self.good,
             "failures": self.failures,
             "faults": [f"{kernel.title()} ({kernel.spec}): {text}" for kernel, text in self.faults(tuned=True)],
-            "kernels": [asdict(kernel) for kernel in self.kernels],
+            "kernels": [{k: v for k, v in asdict(kernel).items() if k != "rendered"} for kernel in self.kernels],
         }
 
 

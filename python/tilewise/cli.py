@@ -23,9 +23,18 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Exact attention with linear memory, on every CPU.\n\n"
-    "Start with `tilewise demo`; ask what would run with `tilewise explain`; add `tilewise doctor` to a bug report.",
+    help="Exact attention with linear memory, on every CPU and on NVIDIA GPUs.\n\n"
+    "Start with `tilewise demo`; ask what would run with `tilewise explain`; look at a mask with `tilewise show`; write a "
+    "program's calls down with `tilewise record` and check them with `tilewise replay`; add `tilewise doctor` to a bug "
+    "report.",
 )
+
+
+# Groups of commands in the help, in this order.
+LOOK = "What would run"
+MEASURE = "Run and measure"
+KERNELS = "Compiled GPU kernels"
+ABOUT = "This installation"
 
 
 def fail(text: str) -> NoReturn:
@@ -76,7 +85,7 @@ def heads_pair(text: str) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------------------------------- demo
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def demo(
     lengths: Annotated[str, typer.Option(help="Sequence lengths of the sweep.")] = "512,1024,2048,4096,8192,16384",
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 2,
@@ -125,7 +134,7 @@ def demo(
 # ------------------------------------------------------------------------------------------------------------- bench
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def bench(
     shapes: Annotated[
         str,
@@ -289,64 +298,10 @@ def bench_gpu(
     return program.run(bench, cells, out, make_console())
 
 
-# ----------------------------------------------------------------------------------------------------------- explain
-
-
-@app.command()
-def explain(
-    batch: Annotated[int, typer.Option(min=0)] = 1,
-    seqlen: Annotated[int, typer.Option(min=0, help="Queries; and keys, unless --seqlen-kv says otherwise.")] = 4096,
-    seqlen_kv: Annotated[int | None, typer.Option(min=0, help="Keys.")] = None,
-    heads: Annotated[str, typer.Option(help="Heads, or query/key heads like 32/8.")] = "8",
-    head_dim: Annotated[int, typer.Option(min=0)] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, float64, float16; bfloat16 needs torch.")] = "float32",
-    causal: Annotated[bool, typer.Option(help="Causal, aligned bottom right.")] = False,
-    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT; -1 = unbounded.")] = None,
-    softcap: Annotated[float, typer.Option(min=0)] = 0.0,
-    dropout_p: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
-    pass_: Annotated[str, typer.Option("--pass", help="fwd, bwd or both.")] = "both",
-    backend: Annotated[str | None, typer.Option(help="Ask for one implementation by name.")] = None,
-) -> None:
-    """Which implementation would run a problem, how, and why not the others.
-
-    Nothing is computed. Example: tilewise explain --seqlen 1 --seqlen-kv 8192 --heads 32/8 --head-dim 128
-    """
-    backward = one_of(pass_, "--pass", {"fwd": False, "bwd": True, "both": None})
-    heads_q, heads_kv = heads_pair(heads)
-    options: dict[str, Any] = {"causal": causal, "softcap": softcap, "dropout_p": dropout_p, "backend": backend}
-    if window is not None:
-        left, _, right = window.partition(",")
-        try:
-            options["window"] = int(left), int(right)
-        except ValueError:
-            fail(f"--window: got {window!r}; allowed: LEFT,RIGHT like 1023,0")
-    shape_q = (batch, seqlen, heads_q, head_dim)
-    shape_kv = (batch, seqlen if seqlen_kv is None else seqlen_kv, heads_kv, head_dim)
-    q, k, v = (empty(shape, dtype) for shape in (shape_q, shape_kv, shape_kv))
-    try:
-        print(tilewise.explain(q, k, v, backward=backward, **options))
-    except tilewise.Error as error:
-        fail(str(error))
-
-
-def empty(shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of that shape which takes no memory until somebody writes to it, and nobody does."""
-    if dtype in ("float32", "float64", "float16"):
-        import numpy
-
-        return numpy.empty(shape, dtype)
-    if dtype != "bfloat16":
-        fail(f"--dtype: got {dtype!r}; allowed: float32, float64, float16, bfloat16")
-    need("torch", "bfloat16", "torch")
-    import torch
-
-    return torch.empty(shape, dtype=torch.bfloat16)
-
-
 # -------------------------------------------------------------------------------------------------- doctor and version
 
 
-@app.command()
+@app.command(rich_help_panel=ABOUT)
 def doctor() -> None:
     """What this build and this machine have: instruction set, threads, implementations, packages.
 
@@ -362,13 +317,13 @@ def doctor() -> None:
             print(f"{package}: not installed")
 
 
-@app.command()
+@app.command(rich_help_panel=ABOUT)
 def version() -> None:
     """The version, and nothing else."""
     print(tilewise.__version__)
 
 
-from . import cli_kernels, cli_sweep  # noqa: E402, F401 - adds aot, warmup and cache; sweep
+from . import cli_debug, cli_kernels, cli_sweep  # noqa: E402, F401 - they add their commands
 
 
 def main() -> int:

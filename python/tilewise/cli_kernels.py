@@ -17,7 +17,7 @@ import tilewise
 
 from . import _ext
 from ._specs import DTYPES, PASSES, Spec, committed_specs, specs_from_file, specs_from_model
-from .cli import app, fail, one_of
+from .cli import KERNELS, app, fail, one_of
 
 SPECS_HELP = "JSON file with a list of specs; python -m pydoc tilewise._specs says what stands in one."
 MODEL_HELP = "A model's config.json, or the folder that holds it: what its calls need."
@@ -33,7 +33,7 @@ Json = Annotated[str | None, typer.Option(metavar="FILE", help=JSON_HELP)]
 Every = Annotated[bool, typer.Option("--every", help="A row for each spec instead of the largest figures.")]
 
 
-@app.command()
+@app.command(rich_help_panel=KERNELS)
 def aot(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pack; made if it is not there.")],
     arch: Annotated[
@@ -72,7 +72,7 @@ def aot(
     run(chosen, arch.split(","), str(out), pass_, jobs, every, json, archs_per_spec)
 
 
-@app.command()
+@app.command(rich_help_panel=KERNELS)
 def warmup(
     specs: Specs = None,
     model: Model = None,
@@ -147,7 +147,7 @@ cache = typer.Typer(
     "It lies in TILEWISE_CACHE_DIR, else in $XDG_CACHE_HOME/tilewise or ~/.cache/tilewise, and keeps itself below "
     "TILEWISE_CACHE_MAX_MB (1024). Nothing in it is ever stale; to remove it costs compiling again.",
 )
-app.add_typer(cache, name="cache")
+app.add_typer(cache, name="cache", rich_help_panel=KERNELS)
 
 Folder = Annotated[Path | None, typer.Option("--dir", metavar="DIR", help="A pack instead of the cache.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]

@@ -11,10 +11,10 @@ import typer
 
 import tilewise
 
-from .cli import app, fail, need
+from .cli import MEASURE, app, fail, need
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
 def sweep(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Configs and shapes; python -m pydoc tilewise.sweep says how.")

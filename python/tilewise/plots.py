@@ -1,11 +1,14 @@
-"""The pictures of `tilewise demo` and `tilewise bench`. Needs matplotlib and nothing else; reads only their JSON."""
+"""The pictures of `tilewise demo`, `bench` and `show`. Needs matplotlib and nothing else; reads only what they made."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
+
+if TYPE_CHECKING:
+    from .show import TileMap
 
 matplotlib.use("Agg")  # a file, never a window
 import matplotlib.pyplot as plt
@@ -184,5 +187,34 @@ def gpu_bench_picture(report: dict[str, Any], path: Path) -> Path:
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / (3.2 * height)))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def mask_picture(found: TileMap, title: str, path: Path) -> Path:
+    """Tiles of a mask: queries go down, keys to the right."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    from .show import COLORS, NAMES
+
+    rows, columns = found.classes.shape
+    extent = (0, columns * found.tile[1], rows * found.tile[0], 0)
+    figure, axes = plt.subplots(figsize=(7.5, 7.5))
+    colors = ListedColormap([COLORS[each] for each in sorted(COLORS)])
+    axes.imshow(found.classes, cmap=colors, vmin=0, vmax=2, extent=extent, aspect="auto", interpolation="nearest")
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    axes.set_title(
+        f"{title}\ntiles of {found.tile[0]} queries × {found.tile[1]} keys", loc="left", fontsize=9, wrap=True
+    )
+    total = max(1, found.classes.size)
+    patches = [
+        Patch(facecolor=COLORS[each], edgecolor="#888888", label=f"{NAMES[each]} {count} ({100 * count / total:.1f}%)")
+        for each, count in found.counts.items()
+    ]
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
     return path

@@ -665,6 +665,7 @@ std::string describe(const Problem& p) {
     if (p.dropout_threshold > 0) text += " dropout";
     if (!p.mask.empty()) text += " mask=" + p.mask;
     if (!p.score_mod.empty()) text += " score_mod=" + p.score_mod;
+    if (p.deterministic) text += " deterministic";
     if (p.batch_invariant) text += " batch_invariant";
     return text;
 }

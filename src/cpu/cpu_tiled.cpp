@@ -405,7 +405,6 @@ std::string explain(const Problem& p, core::Pass pass) {
     text += "  sequences: " + std::to_string(ways[2]) + " with packed K and V, " + std::to_string(ways[1]) +
             " packing tile by tile, " + std::to_string(ways[0]) + " by direct dot products, " + std::to_string(split) +
             " split over segments\n";
-    text += "  workspace: " + std::to_string(workspace_bytes(p, pass)) + " bytes\n";
     return text;
 }
 

@@ -201,6 +201,10 @@ std::string report(const Family& family, const jit::Source& source, const jit::C
     };
     word();
     const std::string_view arch = word();
+    std::string_view rendered;
+    for (const jit::Header& header : source.headers) {
+        if (header.name == "spec.cuh") rendered = header.text;
+    }
     std::string lines;
     for (const KernelResources& kernel : log.kernels) {
         const bool first = &kernel == log.kernels.data();
@@ -223,6 +227,7 @@ std::string report(const Family& family, const jit::Source& source, const jit::C
                      .raw("from_cache", compiled.from_cache ? "true" : "false")
                      .raw("warnings", first ? "[" + warnings + "]" : "[]")
                      .text("path", compiled.path)
+                     .text("rendered", first ? rendered : "")
                      .str();
     }
     return lines;
