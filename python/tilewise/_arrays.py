@@ -60,18 +60,14 @@ class CupyDevice:
         return f"cuda:{self.index}"
 
 
-# torch.Tensor once torch is there, cupy.ndarray once CuPy is. Compared with None: torch.compile, which may trace the first
-# call, does not take the truth of a class.
-_tensor_type: type | None = None
+# cupy.ndarray once CuPy is there. Compared with None: torch.compile does not take the truth of a class.
 _cupy_type: type | None = None
 
 
 def is_torch(value: object) -> bool:
     """Whether `value` is a torch tensor, without importing torch."""
-    global _tensor_type
-    if _tensor_type is None:
-        _tensor_type = getattr(sys.modules.get("torch"), "Tensor", None)
-    return _tensor_type is not None and isinstance(value, _tensor_type)
+    torch = sys.modules.get("torch")  # not kept: torch.compile compiles again when a global that it saw has changed
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_cupy(value: object) -> bool:

@@ -100,7 +100,8 @@ bool set_torch(nb::type_object tensor, nb::type_object parameter, nb::handle cap
         if (n > 0 && n <= TILEWISE_UINT32) made.dtypes[static_cast<size_t>(n)] = dtype.inc_ref().ptr();
     }
     made.requires_grad = PyUnicode_InternFromString("requires_grad");
-    made.is_neg = PyUnicode_InternFromString("is_neg");
+    made.is_neg = PyObject_GetAttrString(reinterpret_cast<PyObject*>(made.tensor), "is_neg");  // found once
+    if (!made.is_neg) throw nb::python_error();
     made.device = PyUnicode_InternFromString("device");
     made.names = nb::make_tuple("dtype", "device").release().ptr();
     torch = made;
@@ -150,7 +151,7 @@ std::optional<Read> read(nb::handle object, bool new_one = false) {
     if (!seen.data && !empty) return {};  // a lazy zero
     out.tensor.data = static_cast<char*>(seen.data) + (seen.data ? seen.byte_offset : 0);
     // The sign of a negated view is not in its memory. A tensor that was just made is no view.
-    if (!new_one && is_true(nb::steal(PyObject_CallMethodNoArgs(object.ptr(), torch.is_neg)))) return {};
+    if (!new_one && is_true(nb::steal(PyObject_CallOneArg(torch.is_neg, object.ptr())))) return {};
     return out;
 }
 
@@ -517,22 +518,29 @@ class QuickCalls {
 public:
     // A QuickCall; None: not known, but may be kept; False: its options cannot be a key.
     nb::object find(nb::handle options, bool deterministic) {
+        // A loop says the same every time, mostly with the same objects: no need to hash them.
+        if (last_ && last_deterministic_ == deterministic && identical(last_->options, options)) return last_->call;
         const size_t hash = hash_all(options, deterministic);
         if (hash == 0) return nb::bool_(false);
         const auto [first, last] = calls_.equal_range(hash);
         for (auto each = first; each != last; ++each) {
-            if (equal(each->second.options, options)) return each->second.call;
+            if (!equal(each->second.options, options)) continue;
+            last_ = &each->second, last_deterministic_ = deterministic;
+            return last_->call;
         }
         return nb::none();
     }
     void keep(nb::handle options, bool deterministic, nb::object call) {
         const size_t hash = hash_all(options, deterministic);
         if (hash == 0) return;
-        if (calls_.size() >= kMaxCalls) calls_.clear();  // calls in flight keep theirs
+        if (calls_.size() >= kMaxCalls) clear();  // calls in flight keep theirs
         calls_.emplace(hash, Entry{nb::borrow(options), std::move(call)});
     }
     [[nodiscard]] size_t size() const { return calls_.size(); }
-    void clear() { calls_.clear(); }
+    void clear() {
+        last_ = nullptr;
+        calls_.clear();
+    }
 
 private:
     static constexpr size_t kMaxCalls = 256;
@@ -552,6 +560,13 @@ private:
         // The lowest bits say for sure what torch asks for, and that it is not 0.
         return (hash << 2) | (deterministic ? 2 : 1);
     }
+    static bool identical(nb::handle a, nb::handle b) {
+        if (!PyTuple_CheckExact(b.ptr()) || PyTuple_GET_SIZE(a.ptr()) != PyTuple_GET_SIZE(b.ptr())) return false;
+        for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(a.ptr()); ++n) {
+            if (PyTuple_GET_ITEM(a.ptr(), n) != PyTuple_GET_ITEM(b.ptr(), n)) return false;
+        }
+        return true;
+    }
     static bool equal(nb::handle a, nb::handle b) {
         const Py_ssize_t size = PyTuple_GET_SIZE(a.ptr());
         if (size != PyTuple_GET_SIZE(b.ptr())) return false;
@@ -562,6 +577,8 @@ private:
     }
 
     std::unordered_multimap<size_t, Entry> calls_;
+    const Entry* last_ = nullptr;  // found last, in calls_
+    bool last_deterministic_ = false;
 };
 
 // Never destroyed: it holds objects of an interpreter that may be gone.

@@ -13,37 +13,16 @@ from typing import Any, Final
 
 import torch
 
-from . import _ext
+from . import _ext, torch_ops
 from ._arrays import ANYWHERE, Array, as_array, empty_in_order, inverse, is_float, torch_dtypes, traced
 from ._attention import checked_out, merge_arrays, rng_of, run_backward, run_forward
 from ._errors import UnsupportedError, refuse
 from ._problem import ARRAYS, BIAS, OPTION_ORDER, SINKS, SLOPES, Call, K, Q, Rng, Settings, V
+from ._record import FILE as RECORDED
 from ._trace import Function
-
-torch_ops: Any = None
-if hasattr(torch.library, "register_autograd"):  # torch >= 2.4
-    from . import torch_ops
+from .torch_ops import FORWARD_MODE, SECOND_ORDER, autocast
 
 _SCORE_MOD: Final = OPTION_ORDER.index("score_mod")
-
-_SECOND_ORDER: Final = (
-    "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. "
-    "tilewise.attention is differentiable once. For second derivatives and forward mode write the formula in torch "
-    "operations, as docs/python.md#second-derivatives does, or call torch.nn.functional.scaled_dot_product_attention "
-    "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-)
-
-
-def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-    """q, k, v in the dtype that an enclosing torch.autocast asks for; float64 stays, as in torch's own ops."""
-    kind = q.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    narrow = (torch.float32, torch.float16, torch.bfloat16)
-    cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in narrow else x for x in (q, k, v)]
-    return cast[0], cast[1], cast[2]
-
 
 # The quick way for calls that repeat, see _ext_quick.cpp: there if torch has a table of C functions for DLPack (2.10).
 _is_compiling: Final = torch.compiler.is_compiling
@@ -63,7 +42,7 @@ def _introduce() -> bool:
     return _ext.set_torch(torch.Tensor, torch.nn.Parameter, api, torch.empty_strided, torch.empty_like, dtypes)
 
 
-_has_quick_calls: Final = _introduce()
+_has_quick_calls: Final = not RECORDED and _introduce()  # what is recorded takes the general way
 _autocast: Final[Callable[[], bool]] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 atexit.register(_ext.clear_quick_calls)  # they are objects of an interpreter that will be gone
 
@@ -92,31 +71,28 @@ def quick_plan(plan: _ext.Plan, problem: _ext.Problem, options: Mapping[str, Any
 
 def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
     """See `tilewise.attention`; options in the order of `Call`."""
+    modes = _modes()
+    if modes or _transforms() or _forward_ad._current_level >= 0:
+        return (traced_attention if modes else _attention)(q, k, v, options, return_lse, out)
     keep = False
-    if _eager():
-        if _has_quick_calls and out is None and not _autocast():
-            quick = _ext.quick_call(options, _deterministic())
-            if quick:
-                found = quick.forward(q, k, v, bool(return_lse), _record if _grad_enabled() else None)
-                if found is not None:
-                    return found
-            keep = quick is None
-        return _attention(q, k, v, options, return_lse, out, keep)
-    if _is_compiling() or _modes():
-        compiling = torch.compiler.is_compiling()
-        function = options[_SCORE_MOD]
-        if torch_ops is not None and (not compiling or function is None or isinstance(function, Function)):
-            return _traced(q, k, v, options, return_lse, out)
-        if compiling:
-            # A clean break of the graph: a function cannot be traced while a compiler traces. Without it the compiler
-            # would try every frame below, at great length and in vain.
-            return torch.compiler.disable(_attention)(q, k, v, options, return_lse, out)
-    return _attention(q, k, v, options, return_lse, out)
+    if _has_quick_calls and out is None and not _autocast():
+        quick = _ext.quick_call(options, _deterministic())
+        if quick:
+            found = quick.forward(q, k, v, bool(return_lse), _apply_quick if _grad_enabled() else None)
+            if found is not None:
+                return found
+        keep = quick is None
+    return _attention(q, k, v, options, return_lse, out, keep)
 
 
-def _traced(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
-    """One operator, for a compiler to see."""
-    call = Call(*autocast(q, k, v), *options, meta=True)
+def traced_attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
+    """The same for a compiler or a mode, which see one operator."""
+    function = options[_SCORE_MOD]
+    if torch.compiler.is_compiling() and function is not None and not isinstance(function, Function):
+        # A clean break of the graph: a function cannot be traced while a compiler traces. Without it the compiler
+        # would try every frame below, at great length and in vain.
+        return torch.compiler.disable(_attention)(q, k, v, options, return_lse, out)
+    call = Call(q, k, v, *options, meta=True)
     o, lse = recorded_forward(call.settings, call.arrays, rng_of(call))
     if out is not None:
         o = out.copy_(o)
@@ -234,6 +210,9 @@ def _backward(
 ) -> tuple[Any, ...]:
     do = _readable(do, "do")
     dlse = None if dlse is None else _readable(dlse, "dlse")
+    if _deterministic() and not settings.deterministic:  # asked for since the forward pass
+        settings = copy.copy(settings)
+        settings.deterministic = True
     gradients = run_backward(settings, arrays, rng, do, o, lse, dlse, wanted)
     return tuple([gradients[place] for place in wanted])
 
@@ -266,7 +245,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(_SECOND_ORDER)
+        raise UnsupportedError(SECOND_ORDER)
 
 
 class _QuickCall(_ext.QuickCall):
@@ -275,6 +254,7 @@ class _QuickCall(_ext.QuickCall):
     def __init__(self, call: Call) -> None:
         super().__init__(call.problem())
         self._settings = call.settings
+        self.deterministic = call.settings.deterministic
 
     def settings_for(self, q: Any) -> Settings:
         settings = copy.copy(self._settings)
@@ -304,7 +284,7 @@ class _Quick(torch.autograd.Function):
         if do is None:
             do = o.new_zeros(()).expand(o.shape)
         found = None
-        if not _grad_enabled() and _eager():
+        if not _grad_enabled() and _eager() and (ctx.quick.deterministic or not _deterministic()):
             found = ctx.quick.backward(do, q, k, v, o, lse, dlse, *wanted)
         if found is None:
             places = tuple([place for place in (Q, K, V) if wanted[place]])
@@ -321,7 +301,7 @@ def _arrays_of(q: Any, k: Any, v: Any) -> list[Any]:
 
 # What _Quick.apply ends in. Before that it looks for setup_context, and into tensors that have left a transform; such a
 # Function has none, and the extension has read the tensors already. On a short sequence that took a third of the time.
-_record: Final = super(torch.autograd.Function, _Quick).apply
+_apply_quick: Final = super(torch.autograd.Function, _Quick).apply
 
 
 # The same two for torch.func, whose transforms want the context set up apart and a rule for vmap. Apart, because
@@ -343,7 +323,7 @@ class _TransformedForward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError("forward-mode derivatives: " + _SECOND_ORDER)
+        raise UnsupportedError(FORWARD_MODE)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: Rng, *arrays: Any) -> Any:
@@ -368,11 +348,11 @@ class _TransformedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(_SECOND_ORDER)
+        raise UnsupportedError(SECOND_ORDER)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(_SECOND_ORDER)
+        raise UnsupportedError(SECOND_ORDER)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], settings: Settings, rng: Any, wanted: Any, *tensors: Any) -> Any:

@@ -8,13 +8,16 @@ otherwise the first tensor does. Plain calls take a shorter way.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
 
-from ._arrays import ANYWHERE, _order, accumulator, as_array, inverse
+from ._arrays import ANYWHERE, accumulator, as_array, inverse
 from ._attention import _output_shapes, run_backward, run_forward
+from ._composite import composite as composite
 from ._errors import UnsupportedError
 from ._problem import ARRAYS, BIAS, SINKS, SLOPES, K, Q, Rng, Settings, V
 
@@ -27,9 +30,17 @@ _INPUTS: Final = (
     "float dropout_p, bool deterministic, bool batch_invariant, str backend, bool validate"
 )
 _NUMBERS: Final = ARRAYS + 2  # place of the first argument after the tensors
-_SECOND_ORDER: Final = (
-    "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. See "
-    "docs/python.md#second-derivatives."
+_INSTEAD: Final = (
+    "tilewise.torch_ops.composite takes the same arguments and has derivatives of any order, in both modes, with memory "
+    "for all scores: see docs/torch.md#second-derivatives. So has torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+)
+SECOND_ORDER: Final = (
+    "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. "
+    + _INSTEAD
+)
+FORWARD_MODE: Final = (
+    "forward-mode derivatives of attention: got an input with a tangent; allowed: reverse mode (backward). " + _INSTEAD
 )
 
 
@@ -48,7 +59,8 @@ def pack(settings: Settings, arrays: Sequence[Any], rng: Rng) -> tuple[Any, ...]
 
 def _unpack(args: Sequence[Any]) -> tuple[Settings, list[Any], Rng]:
     s = Settings()
-    arrays = [*args[:ARRAYS], *args[ARRAYS]]
+    listed = args[ARRAYS] or ()  # AOTInductor gives None for an empty list
+    arrays = [*args[:ARRAYS], *listed]
     seed_offset = args[ARRAYS + 1]
     (
         seed, offset, s.layout, s.softmax_scale, s.causal, s.softcap, left, right, s.chunk, s.q_offset_mode,
@@ -56,12 +68,14 @@ def _unpack(args: Sequence[Any]) -> tuple[Settings, list[Any], Rng]:
         s.deterministic, s.batch_invariant, s.backend, s.validate,
     ) = args[_NUMBERS:]  # fmt: skip
     s.is_torch = True
+    # Asked for where the program was traced, or now.
+    s.deterministic = s.deterministic or torch.are_deterministic_algorithms_enabled()
     place = arrays[Q].device
     s.cuda = place.index if place.type == "cuda" else -1
     s.window = None if left == right == -1 else (left, right)
     s.scalars = tuple(scalars)
     s.array_names = ()
-    s.mod_names = ("",) * (len(args[ARRAYS]) - s.first_mod_array) if s.score_mod else ()
+    s.mod_names = ("",) * (len(listed) - s.first_mod_array) if s.score_mod else ()
     return s, arrays, (seed, offset) if seed_offset is None else seed_offset
 
 
@@ -100,12 +114,29 @@ def _backward(do: Any, o: Any, lse: Any, dlse: Any, *args: Any) -> list[Any]:
     return [gradients[place] for place in wanted]
 
 
+def _order(shape: Sequence[Any], strides: Sequence[Any]) -> list[int]:
+    """As _arrays._order, by comparisons alone. A symbol that was made a number would hold for this length only."""
+    order = list(range(len(shape)))[::-1]
+    for n in range(1, len(order)):
+        place = n
+        for other in range(n - 1, -1, -1):
+            a, b = order[other], order[place]
+            low, high = strides[a], strides[b]
+            if low == 0 or high == 0 or (low == high and shape[a] <= shape[b]):
+                continue
+            if low < high:
+                break
+            order[other], order[place] = b, a
+            place = other
+    return order[::-1]
+
+
 def _like(array: Any, shape: tuple[Any, ...]) -> Any:
     """As _arrays.empty_in_order, for sizes that may be symbols."""
     if array.is_contiguous():
         return array.new_empty(shape)
-    order = _order.__wrapped__(tuple(array.shape), tuple(array.stride()))
-    return array.new_empty([shape[axis] for axis in order]).permute(inverse(order))
+    order = _order(array.shape, array.stride())
+    return array.new_empty([shape[axis] for axis in order]).permute(inverse(tuple(order)))
 
 
 @torch.library.register_fake("tilewise::attention_forward")
@@ -123,48 +154,134 @@ def _fake_backward(do: Any, o: Any, lse: Any, dlse: Any, *args: Any) -> list[Any
     return [_like(arrays[place], tuple(arrays[place].shape)) for place in wanted]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-    *optional, arrays, seed_offset = inputs[:_NUMBERS]
-    ctx.given = [array is not None for array in (*optional, seed_offset)]
-    ctx.numbers = inputs[_NUMBERS:]
-    tensors = [array for array in (*optional, seed_offset) if array is not None]
-    ctx.save_for_backward(*tensors, *arrays, *output)
-    ctx.set_materialize_grads(False)
+# Autograd, by kernels of our own rather than register_autograd: that knows no torch.func, and loses the tangents of
+# forward-mode AD in silence where nothing requires grad.
 
 
-def _pull_back(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-    *tensors, o, lse = ctx.saved_tensors
-    *optional, seed_offset = [tensors.pop(0) if given else None for given in ctx.given]
-    inputs = (*optional, tensors, seed_offset, *ctx.numbers)
-    # torch takes an empty list of numbers for one of tensors.
-    result: list[Any] = [[] if isinstance(each, (list, tuple)) and not each else None for each in inputs]
-    in_list: list[Any] = [None] * len(tensors)
-    result[ARRAYS] = in_list
-    needed = ctx.needs_input_grad
-    needed_in_list = needed[ARRAYS] if isinstance(needed[ARRAYS], (list, tuple)) else [needed[ARRAYS]] * len(tensors)
-    wanted = [place for place in (Q, K, V, BIAS, SLOPES, SINKS) if needed[place] and optional[place] is not None]
-    settings, _, _ = _unpack(inputs)
-    if settings.mod_names:
-        mod = range(settings.first_mod_array, len(tensors))
-        wanted += [ARRAYS + n for n in mod if needed_in_list[n] and tensors[n].is_floating_point()]
-    if wanted and (do is not None or dlse is not None):
-        if do is None:
-            do = o.new_zeros(()).expand(o.shape)
-        found = torch.ops.tilewise.attention_backward(do, o, lse, dlse, *inputs, wanted)
-        for place, gradient in zip(wanted, found, strict=True):
-            if place < ARRAYS:
-                result[place] = gradient
-            else:
-                in_list[place - ARRAYS] = gradient
-    return tuple(result)
+# Inside the transforms of torch.func an operator's kernels are called for one level of them at a time. Like the kernels
+# of torch's own operators, ours apply a Function at that level alone and hand on to the next, whose gradients and
+# tangents must be on again.
 
 
-def _refuse_second(ctx: Any, *gradients: Any) -> Any:
-    raise UnsupportedError(_SECOND_ORDER)
+def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
 
 
-torch.library.register_autograd("tilewise::attention_forward", _pull_back, setup_context=_keep)
-torch.library.register_autograd("tilewise::attention_backward", _refuse_second)
+def _below(operator: Any, keyset: Any, args: Sequence[Any]) -> Any:
+    """What stands below autograd in the dispatcher."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._are_functorch_transforms_active():
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+class _Forward(torch.autograd.Function):
+    """(keyset, numbers, *tensors: those of the schema, then the list `arrays`) -> (o, lse)."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, numbers: Sequence[Any], *tensors: Any) -> tuple[Any, Any]:
+        output = _below(torch.ops.tilewise.attention_forward.default, keyset, _inputs(tensors, numbers))
+        ctx.numbers = numbers
+        ctx.given = [tensor is not None for tensor in tensors]
+        ctx.save_for_backward(*[tensor for tensor in tensors if tensor is not None], *output)
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
+        *saved, o, lse = ctx.saved_tensors
+        tensors = [saved.pop(0) if given else None for given in ctx.given]
+        inputs = _inputs(tensors, ctx.numbers)
+        needed = ctx.needs_input_grad[2:]
+        # Where a wanted gradient stands among `tensors`, by its place.
+        found = {place: place for place in (Q, K, V, BIAS, SLOPES, SINKS)}
+        settings, arrays, _ = _unpack(inputs)
+        if settings.mod_names:
+            found |= {place: place + 1 for place in range(ARRAYS + settings.first_mod_array, len(arrays))}
+        wanted = [
+            place
+            for place, n in found.items()
+            if needed[n] and arrays[place] is not None and arrays[place].is_floating_point()
+        ]
+        result: list[Any] = [None] * len(tensors)
+        if wanted and (do is not None or dlse is not None):
+            if do is None:
+                do = o.new_zeros(()).expand(o.shape)
+            gradients = torch.ops.tilewise.attention_backward(do, o, lse, dlse, *inputs, wanted)
+            for place, gradient in zip(wanted, gradients, strict=True):
+                result[found[place]] = gradient
+        return None, None, *result
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(FORWARD_MODE)
+
+
+class _Backward(torch.autograd.Function):
+    """(keyset, numbers with `wanted`, *tensors: do, o, lse, dlse, then as _Forward) -> gradients. Has none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, numbers: Sequence[Any], *tensors: Any) -> tuple[Any, ...]:
+        args = (*tensors[:4], *_inputs(tensors[4:], numbers))
+        return tuple(_below(torch.ops.tilewise.attention_backward.default, keyset, args))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(SECOND_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(FORWARD_MODE)
+
+
+def _inputs(tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of the operators: seed_offset stands behind the list `arrays`, and before it here."""
+    return (*tensors[:ARRAYS], list(tensors[ARRAYS + 1 :]), tensors[ARRAYS], *numbers)
+
+
+def _autograd_forward(keyset: Any, *args: Any) -> Any:
+    *optional, arrays, seed_offset = args[:_NUMBERS]
+    return _applied(_Forward, keyset, args[_NUMBERS:], *optional, seed_offset, *(arrays or ()))
+
+
+def _autograd_backward(keyset: Any, *args: Any) -> Any:
+    given, args = args[:4], args[4:]
+    *optional, arrays, seed_offset = args[:_NUMBERS]
+    return list(_applied(_Backward, keyset, args[_NUMBERS:], *given, *optional, seed_offset, *(arrays or ())))
+
+
+def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """q, k, v in the dtype that an enclosing torch.autocast asks for; float64 stays, as in torch's own ops."""
+    kind = q.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in narrow else x for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+_AUTOCAST: Final = {"AutocastCPU": torch._C.DispatchKey.AutocastCPU, "AutocastCUDA": torch._C.DispatchKey.AutocastCUDA}
+
+
+def _autocast_forward(*args: Any) -> Any:
+    """For programs that were exported without autocast and run under it."""
+    keys = torch._C.DispatchKeySet(_AUTOCAST["AutocastCPU"]) | torch._C.DispatchKeySet(_AUTOCAST["AutocastCUDA"])
+    cast = autocast(*args[:3])
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return torch.ops.tilewise.attention_forward(*cast, *args[3:])
+
+
+_LIBRARY: Final = torch.library.Library("tilewise", "FRAGMENT")  # kept: what is registered goes when it does
+_LIBRARY.impl("attention_forward", _autograd_forward, "Autograd", with_keyset=True)
+_LIBRARY.impl("attention_backward", _autograd_backward, "Autograd", with_keyset=True)
+for _key in _AUTOCAST:
+    _LIBRARY.impl("attention_forward", _autocast_forward, _key)
 
 
 def _looped(operator: Any, info: Any, in_dims: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -188,6 +305,5 @@ def _vmap_backward(info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
     return found, [0] * len(found)
 
 
-if hasattr(torch.library, "register_vmap"):  # torch >= 2.5
-    torch.library.register_vmap("tilewise::attention_forward", _vmap_forward)
-    torch.library.register_vmap("tilewise::attention_backward", _vmap_backward)
+torch.library.register_vmap("tilewise::attention_forward", _vmap_forward)
+torch.library.register_vmap("tilewise::attention_backward", _vmap_backward)

@@ -55,7 +55,10 @@ int threads_by_quota() {
 
 int machine_limit() {
     static const int quota = threads_by_quota();
-    const int affinity = threads_by_affinity();
+    // Seldom asked again: the kernel's answer takes as long as attention of a few tokens.
+    thread_local int affinity = 0;
+    thread_local unsigned calls = 0;
+    if (calls++ % 64 == 0) affinity = threads_by_affinity();
     return quota > 0 ? std::min(affinity, quota) : affinity;
 }
 
