@@ -251,7 +251,8 @@ TILEWISE_API tilewise_status tilewise_set_nvrtc_path(const char* directories);
  *
  * Writes up to `capacity` bytes (with terminator) of a report, and the length needed to *needed (may be NULL): one JSON
  * object per line and kernel, with family, file, entry, arch, compiler, registers, shared_bytes, stack_bytes,
- * spill_store_bytes, spill_load_bytes, local_bytes, image_bytes, seconds, from_cache, warnings, path, rendered. entry is
+ * spill_store_bytes, spill_load_bytes, local_bytes, image_bytes, seconds, from_cache, warnings, path, rendered. entry
+ * is
  * "" and the numbers of the kernel are null where the compiler does not tell (PTX). A file's seconds stand at its first
  * kernel, and so does its rendered text: what the problem's mask, functions and tile sizes became. Safe to call from
  * several threads. */

@@ -73,8 +73,7 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
         return no("head dims " + std::to_string(p.head_dim_qk) + " and " + std::to_string(p.head_dim_v) +
                   "; at most 256 are taken");
     if (std::min(p.head_dim_qk, p.head_dim_v) < 1) return no("a head dim of 0");
-    if (p.head_dim_v % 8 != 0)
-        return no("head_dim_v " + std::to_string(p.head_dim_v) + "; multiples of 8 are taken");
+    if (p.head_dim_v % 8 != 0) return no("head_dim_v " + std::to_string(p.head_dim_v) + "; multiples of 8 are taken");
     if (!mask.bands && !mask.documents) return no("its masks are causal, windows, chunks and documents");
     if (p.bias || !p.score_mod.empty()) return no("it takes no bias and no score_mod");
     if (std::max(p.q_rows, p.kv_rows) >= int64_t{1} << 30)
