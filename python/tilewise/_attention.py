@@ -382,7 +382,9 @@ def attention(
     )  # fmt: skip
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
-        if torch.compiler.is_dynamo_compiling():  # which must not see _torch_attention: it compiles again when that changes
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # which must not see _torch_attention: it compiles again when that changes
             from . import _torch
 
             return _torch.traced_attention(q, k, v, options, return_lse, out)
