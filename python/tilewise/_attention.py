@@ -382,9 +382,8 @@ def attention(
     )  # fmt: skip
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # which must not see _torch_attention: it compiles again when that changes
+        # A compiler must not see _torch_attention: it compiles again when that changes.
+        if torch.compiler.is_dynamo_compiling():
             from . import _torch
 
             return _torch.traced_attention(q, k, v, options, return_lse, out)
