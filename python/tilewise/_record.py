@@ -183,8 +183,13 @@ def make_array(about: Mapping[str, Any], device: str, in_torch: bool, place: int
         array = flat.as_strided(shape, [*map(abs, strides)], flat.storage_offset() + first)
         return as_array(array, name, device=ANYWHERE)
     if dtype == "bfloat16":
-        import ml_dtypes  # numpy's own has none
-
+        try:
+            import ml_dtypes
+        except ImportError:
+            advice = "pip install ml_dtypes, which NumPy's bfloat16 comes from."
+            raise InvalidArgumentError(
+                message(name, "a NumPy array of bfloat16", "other dtypes here", advice)
+            ) from None
         return as_array(np.ndarray(shape, ml_dtypes.bfloat16, *layout), name, device=ANYWHERE)
     return as_array(np.ndarray(shape, dtype, *layout), name, device=ANYWHERE)
 

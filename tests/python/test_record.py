@@ -357,3 +357,15 @@ def test_a_line_of_the_file_is_plain_json(recording):
     assert found["settings"]["window"] == [2, 0]
     assert found["arrays"][0]["shape"] == [1, 4, 1, 8]
     assert Path(recording).stat().st_mode & 0o777 & ~0o666 == 0
+
+
+def test_bfloat16_of_numpy_is_replayed_or_says_what_it_needs(recording, monkeypatch):
+    tilewise.attention(*[torch.ones(1, 4, 1, 8, dtype=torch.bfloat16)] * 3)
+    stop()
+    recording.write_text(recording.read_text().replace('"kind": "torch"', '"kind": "numpy"'))
+    (recorded,) = _record.read(recording)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert "pip install ml_dtypes" in replay.replay(recorded, "cpu", None).error
+    monkeypatch.undo()
+    pytest.importorskip("ml_dtypes")
+    assert replay.replay(recorded, "cpu", None).passed
