@@ -621,7 +621,7 @@ TEST(RenderExpr, CompilesForGpus) {
         source.name = "expr_" + real + ".cu";
         source.text = "#include \"abi.h\"\nnamespace tilewise { using Real = " + real + "; }\n#include \"expr.cuh\"\n" +
                       kBefore +
-                      "constexpr int kThreads = 64;\n"
+                      "constexpr int kThreads = 64, kBlocks = 1;\n"
                       "struct Params {\n"
                       "    abi::Problem problem;\n"
                       "    MaskData data;\n"

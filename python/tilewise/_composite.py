@@ -235,7 +235,7 @@ def _evaluate(function: Function, known: Mapping[str, Any]) -> Any:
                 assert node.ref is not None
                 found = _gather(arrays[node.ref], [value(each) for each in node.args], x.dtype)
             else:
-                found = _OPERATIONS[node.op](*_widened(node, [value(each) for each in node.args], x.dtype))
+                found = OPERATIONS[node.op](*_widened(node, [value(each) for each in node.args], x.dtype))
             values[id(node)] = found
         return found
 
@@ -245,7 +245,7 @@ def _evaluate(function: Function, known: Mapping[str, Any]) -> Any:
 def _widened(node: Node, operands: list[Any], real: Any) -> list[Any]:
     """Operands in the kind of the operation: bool to integer to real."""
     kind = max(each.kind for each in (node.args[1:] if node.op == "where" else node.args))
-    if node.op in _REAL:
+    if node.op in REAL_OPERATIONS:
         kind = REAL
     elif node.op in ("where", "and", "or", "not", "eq", "ne"):
         pass
@@ -270,20 +270,20 @@ def _gather(array: Any, places: list[Any], real: Any) -> Any:
 
 
 def _floordiv(a: Any, b: Any) -> Any:
-    if a.is_floating_point():
+    if a.is_floating_point() or b.is_floating_point():
         return torch.floor(a / b)
     return torch.where(b == 0, 0, torch.div(a, torch.where(b == 0, 1, b), rounding_mode="floor"))
 
 
 def _mod(a: Any, b: Any) -> Any:
-    if a.is_floating_point():
+    if a.is_floating_point() or b.is_floating_point():
         return torch.remainder(a, b)
     return torch.where(b == 0, 0, torch.remainder(a, torch.where(b == 0, 1, b)))
 
 
-_REAL: Final = ("div", "exp", "log", "tanh", "sqrt", "float")
+REAL_OPERATIONS: Final = ("div", "exp", "log", "tanh", "sqrt", "float")
 # Of equal operands the first is taken, with its derivative; torch.maximum would share it out.
-_OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
+OPERATIONS: Final[dict[str, Callable[..., Any]]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": _floordiv, "mod": _mod,
     "min": lambda a, b: torch.where((a <= b) | (a != a), a, b), "max": lambda a, b: torch.where((a >= b) | (a != a), a, b),
     "neg": torch.neg, "abs": lambda a: torch.where(a < 0, -a, a), "exp": torch.exp, "log": torch.log, "tanh": torch.tanh,

@@ -395,7 +395,7 @@ class Call:
 
 def call_from(function: str, q: Any, k: Any, v: Any, options: Mapping[str, Any], *, meta: bool = False) -> Call:
     """A Call from keyword options, with a good error for one that does not exist."""
-    unknown = options.keys() - OPTION_NAMES
+    unknown = [name for name in options if name not in OPTION_NAMES]  # a difference of sets stops torch 2.11's compiler
     if unknown:
         refuse_unknown(function, unknown, OPTION_NAMES)
     return Call(q, k, v, **options, meta=meta)

@@ -37,10 +37,7 @@ DTYPES: Final = {
     1: "float64", 2: "float32", 3: "float16", 4: "bfloat16", 5: "int64", 6: "int32", 7: "int16", 8: "int8", 9: "uint8",
     10: "bool", 11: "uint32",
 }  # fmt: skip
-ITEM_BYTES: Final = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "uint32": 4,
-}  # fmt: skip
+ITEM_BYTES: Final = {name: 2 if name == "bfloat16" else np.dtype(name).itemsize for name in DTYPES.values()}
 _TUPLES: Final = ("window", "scalars", "array_names", "mod_names")
 _lock = threading.Lock()
 
@@ -63,7 +60,7 @@ def _write(pass_: str, settings: Settings, arrays: Sequence[Array | None], rng: 
     try:
         # Copies to the host would break the capture of a CUDA graph.
         readable = not (settings.cuda >= 0 and _capturing())
-        pair = rng if isinstance(rng, tuple) else _on_host(rng).tolist() if readable else None
+        pair = rng if isinstance(rng, tuple) else to_host(rng).tolist() if readable else None  # type: ignore[union-attr]
         kind = type(arrays[Q]).__module__.partition(".")[0]
         line: dict[str, Any] = {
             "tilewise": _ext.version(), "format": FORMAT, "pass": pass_, "kind": kind,
@@ -82,10 +79,6 @@ def _write(pass_: str, settings: Settings, arrays: Sequence[Array | None], rng: 
     except Exception as error:  # whatever it is: the call goes on
         warnings.warn(f"TILEWISE_RECORD={FILE}: recording has stopped: {type(error).__name__}: {error}", stacklevel=4)
         FILE = ""
-
-
-def _on_host(array: Any) -> Any:
-    return to_host(array)
 
 
 def _capturing() -> bool:
@@ -108,7 +101,7 @@ def _described(array: Array | None, readable: bool) -> dict[str, Any] | None:
 
 def _encoded(array: Array, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> str:
     once = tuple([slice(0, 1) if stride == 0 else slice(None) for stride in strides])  # broadcast axes
-    array = array[once] if isinstance(array, np.ndarray) else _on_host(array[once])
+    array = array[once] if isinstance(array, np.ndarray) else to_host(array[once])
     if is_torch(array):
         torch = sys.modules["torch"]
         array = (array.contiguous().view(torch.int16) if dtype == "bfloat16" else array).numpy()

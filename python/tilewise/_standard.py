@@ -2,7 +2,7 @@
 
 What a user would write with plain matrix products: S = round(scale q k^T), P = round(softmax(S)), o = round(P v),
 gradients likewise; products accumulate in float32 (float64 for float64), options between S and P are applied in that
-dtype, and round() is to the dtype of q. It shares masks and dropout with the library, and nothing else. It takes the
+dtype, and round() is to the dtype of q. It shares masks, dropout and torch's operations with the library, and nothing else. It takes the
 rows of a call in blocks, so that no whole score matrix is made.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import torch
 from . import _ext
 from ._arrays import is_float, view
 from ._attention import _output_shapes
+from ._composite import OPERATIONS, REAL_OPERATIONS
 from ._problem import (
     ARRAYS,
     BIAS,
@@ -39,6 +40,8 @@ from ._problem import (
 
 Tensor = Any  # torch.Tensor, which the checker does not know
 _BLOCK: Final = 2**22  # scores at a time
+# Operations that take a truth for 0 or 1.
+_WHOLE: Final = {"add", "sub", "mul", "min", "max", "floordiv", "mod", "neg", "abs", "lt", "le", "gt", "ge", "eq", "ne"}
 
 
 # ------------------------------------------------------------------------------------------------------- expressions
@@ -84,27 +87,11 @@ class _Expression:
         if op == "gather":
             return self._gather(int(args[0][1:]), [self._value(each, variables) for each in args[1:]])
         values = [self._value(each, variables) for each in args]
-        if op in (
-            "add",
-            "sub",
-            "mul",
-            "min",
-            "max",
-            "floordiv",
-            "mod",
-            "neg",
-            "abs",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "eq",
-            "ne",
-        ):
+        if op in _WHOLE:
             values = [each.long() if each.dtype == torch.bool else each for each in values]
-        elif op in ("div", "exp", "log", "tanh", "sqrt", "float"):
+        elif op in REAL_OPERATIONS:
             values = [each.to(self.dtype) for each in values]
-        return _OPS[op](*values)
+        return OPERATIONS[op](*values)
 
     def _gather(self, number: int, indices: list[Tensor]) -> Tensor:
         array = self.arrays[number]
@@ -115,29 +102,6 @@ class _Expression:
             return torch.zeros(inside.shape, dtype=array.dtype)
         near = [index.clamp(0, size - 1) for index, size in zip(indices, array.shape, strict=True)]
         return torch.where(inside, array[tuple(near)], torch.zeros((), dtype=array.dtype))
-
-
-def _floordiv(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_floating_point() or b.is_floating_point():
-        return torch.floor(a / b)
-    return torch.where(b == 0, 0, torch.div(a, torch.where(b == 0, 1, b), rounding_mode="floor"))
-
-
-def _mod(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_floating_point() or b.is_floating_point():
-        return torch.remainder(a, b)
-    return torch.where(b == 0, 0, torch.remainder(a, torch.where(b == 0, 1, b)))
-
-
-_OPS: Final[dict[str, Callable[..., Tensor]]] = {
-    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": _floordiv, "mod": _mod,
-    # Of equal operands the first has the gradient.
-    "min": lambda a, b: torch.where((a <= b) | (a != a), a, b), "max": lambda a, b: torch.where((a >= b) | (a != a), a, b),
-    "neg": torch.neg, "abs": lambda a: torch.where(a >= 0, a, -a), "exp": torch.exp, "log": torch.log,
-    "tanh": torch.tanh, "sqrt": torch.sqrt, "float": lambda a: a, "where": torch.where,
-    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
-    "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
-}  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- sequences

@@ -371,6 +371,6 @@ def row_of(outcome: Outcome) -> tuple[str, ...]:
     first = str(outcome.number), outcome.pass_, escape(outcome.shapes), outcome.implementation or "none"
     if outcome.error:
         return *first, "", "", "", "[bold red]did not run[/]"
-    worst = max(outcome.judged, key=lambda each: each.share)
+    name, worst = max(outcome.judged.items(), key=lambda each: each[1].share)
     verdict = "passed" if outcome.passed else "[bold red]FAILED[/]"
-    return *first, worst.name, f"{worst.error:.1e}", f"{worst.allowed:.1e}", verdict
+    return *first, name, f"{worst.error:.1e}", f"{worst.allowed:.1e}", verdict

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import resource
@@ -373,13 +374,22 @@ class Verdict:
 
     error: float
     allowed: float
-    mean_error: float
-    mean_allowed: float
-    magnitude: float
+    mean_error: float = 0.0
+    mean_allowed: float = math.inf
+    magnitude: float = 0.0
 
     @property
     def passed(self) -> bool:  # written so that NaN fails
         return self.error <= self.allowed and self.mean_error <= self.mean_allowed
+
+    @property
+    def share(self) -> float:
+        """How much of what is allowed; from 1 on it fails. For the worst of several."""
+        shares = [
+            e / a if a else math.inf if e else 0.0
+            for e, a in ((self.error, self.allowed), (self.mean_error, self.mean_allowed))
+        ]
+        return math.inf if any(map(math.isnan, shares)) else max(shares)
 
     def to_json(self) -> dict[str, float | bool]:
         return asdict(self) | {"passed": self.passed}

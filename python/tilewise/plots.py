@@ -196,7 +196,7 @@ def mask_picture(found: TileMap, title: str, path: Path) -> Path:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    from .show import COLORS, NAMES
+    from .show import COLORS
 
     rows, columns = found.classes.shape
     extent = (0, columns * found.tile[1], rows * found.tile[0], 0)
@@ -208,11 +208,7 @@ def mask_picture(found: TileMap, title: str, path: Path) -> Path:
     axes.set_title(
         f"{title}\ntiles of {found.tile[0]} queries × {found.tile[1]} keys", loc="left", fontsize=9, wrap=True
     )
-    total = max(1, found.classes.size)
-    patches = [
-        Patch(facecolor=COLORS[each], edgecolor="#888888", label=f"{NAMES[each]} {count} ({100 * count / total:.1f}%)")
-        for each, count in found.counts.items()
-    ]
+    patches = [Patch(facecolor=COLORS[each], edgecolor="#888888", label=text) for each, text in found.shares().items()]
     axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, bbox_inches="tight")

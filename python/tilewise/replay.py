@@ -16,31 +16,10 @@ from ._errors import Error
 from ._problem import K, Q, Settings, V
 from ._record import Recorded
 from ._standard import most_keys, name_of, standard_attention
+from .measure import Verdict
 
 Tensor = Any  # torch.Tensor, which the checker does not know
 _ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-
-
-@dataclass
-class Judged:
-    """One result of a call against the reference; `allowed` is what the rule gives it."""
-
-    name: str
-    error: float
-    allowed: float
-    mean_error: float = 0.0
-    mean_allowed: float = math.inf
-
-    @property
-    def passed(self) -> bool:  # written so that NaN fails
-        return self.error <= self.allowed and self.mean_error <= self.mean_allowed
-
-    @property
-    def share(self) -> float:
-        """How much of what is allowed; from 1 on it fails. For the worst of several."""
-        shares = [e / a if a else math.inf if e else 0.0 for e, a in
-                  ((self.error, self.allowed), (self.mean_error, self.mean_allowed))]  # fmt: skip
-        return math.inf if any(map(math.isnan, shares)) else max(shares)
 
 
 @dataclass
@@ -49,12 +28,12 @@ class Outcome:
     pass_: str
     shapes: str
     implementation: str = ""
-    judged: list[Judged] = field(default_factory=list)
+    judged: dict[str, Verdict] = field(default_factory=dict)  # by the name of a result
     error: str = ""  # why it did not run
 
     @property
     def passed(self) -> bool:
-        return not self.error and all(each.passed for each in self.judged)
+        return not self.error and all(each.passed for each in self.judged.values())
 
 
 def replay(recorded: Recorded, device: str, backend: str | None) -> Outcome:
@@ -132,14 +111,14 @@ def _host(array: Any) -> Any:
 
 def judge(
     found: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype, few_keys: bool
-) -> list[Judged]:
+) -> dict[str, Verdict]:
     """max|x - ref| <= c max|std - ref| + 2 max|round(ref) - ref|, c = 2 for o and 3 for gradients, and a mean error of at
     most 1.5 times that of std; with what the yardstick cannot say: it may be exact by luck, where there are few numbers."""
     finite_lse = exact["lse"][exact["lse"].isfinite()].abs()
     largest_lse = finite_lse.max().item() if finite_lse.numel() else 0.0
     gradients = [exact[name] for name in found if name.startswith("d")]
     largest_gradient = max([1.0, *(_largest(each) for each in gradients)])
-    verdicts = []
+    verdicts: dict[str, Verdict] = {}
     for name, x in found.items():
         ref, std = exact[name].double(), plain[name].double()
         x_wide = x.double()
@@ -151,18 +130,18 @@ def judge(
             )
             or not x_wide[usable].isfinite().all()
         ):
-            verdicts.append(Judged(name, math.nan, 0.0))  # NaN or infinity in the wrong places
+            verdicts[name] = Verdict(math.nan, 0.0)  # NaN or infinity in the wrong places
             continue
         ref, std, x_wide, nearest = ref[usable], std[usable], x_wide[usable], nearest[usable]
         if not ref.numel():
-            verdicts.append(Judged(name, 0.0, 0.0))
+            verdicts[name] = Verdict(0.0, 0.0)
             continue
         error, floor = (x_wide - ref).abs(), (nearest - ref).abs().max().item()
         std_error = (std - ref).abs().nan_to_num(0.0, 0.0)
         worst_std, largest = std_error.max().item(), ref.abs().max().item()
         if name == "lse":
             unit = 1e-13 if dtype == torch.float64 else 2e-6
-            verdicts.append(Judged(name, error.max().item(), unit * max(1.0, largest) + 2 * worst_std))
+            verdicts[name] = Verdict(error.max().item(), unit * max(1.0, largest) + 2 * worst_std, magnitude=largest)
             continue
         scale = max(largest, 0.03, largest_gradient if name.startswith("d") else 0.0)
         slack = 1e-12 * scale if dtype == torch.float64 else (32 + 2 * largest_lse) * 2.0**-23 * scale
@@ -170,9 +149,8 @@ def judge(
             slack += 8 * _ROUNDOFF[dtype] * scale
         factor = 2 if name == "o" else 10 if x.numel() < 64 else 3
         mean_allowed = 1.5 * std_error.mean().item() + floor + slack if x.numel() >= 1024 else math.inf
-        verdicts.append(
-            Judged(name, error.max().item(), factor * worst_std + 2 * floor + slack, error.mean().item(), mean_allowed)
-        )
+        allowed = factor * worst_std + 2 * floor + slack
+        verdicts[name] = Verdict(error.max().item(), allowed, error.mean().item(), mean_allowed, largest)
     return verdicts
 
 

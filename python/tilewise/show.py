@@ -28,9 +28,13 @@ class TileMap:
     def counts(self) -> dict[int, int]:
         return {each: int((self.classes == each).sum()) for each in NAMES}
 
-    def legend(self) -> list[str]:
+    def shares(self) -> dict[int, str]:
+        """Name, count and share of each class."""
         total = max(1, self.classes.size)
-        return [f"{MARKS[c]} {NAMES[c]} {count} ({100 * count / total:.1f}%)" for c, count in self.counts.items()]
+        return {each: f"{NAMES[each]} {count} ({100 * count / total:.1f}%)" for each, count in self.counts.items()}
+
+    def legend(self) -> list[str]:
+        return [f"{MARKS[each]} {text}" for each, text in self.shares().items()]
 
     def picture(self, columns: int) -> list[str]:
         """Lines of at most `columns` marks. Where tiles have to share a mark, it is partial unless all are alike."""

@@ -574,9 +574,10 @@ def test_errors_keep_advice_that_fits():
     with pytest.raises(ValueError) as caught:
         fa.flash_attn_varlen_kvpacked_func(q, kv[..., :7], cu, cu, 3, 3)
     assert str(caught.value) == "kv: got head_dim 7; allowed: the head_dim of q, 8."
-    with pytest.raises(ValueError) as caught:
-        fa.flash_attn_varlen_func(q, *kv.unbind(1), cu, int32(0, 3, 9), 3, 3)
-    assert str(caught.value) == "cu_seqlens_k: got last entry 9; allowed: at most the number of tokens, 6."
+    if DEVICE == "cpu":  # what lies on a GPU is not read by the host
+        with pytest.raises(ValueError) as caught:
+            fa.flash_attn_varlen_func(q, *kv.unbind(1), cu, int32(0, 3, 9), 3, 3)
+        assert str(caught.value) == "cu_seqlens_k: got last entry 9; allowed: at most the number of tokens, 6."
     with pytest.raises(ValueError) as caught:
         fa.flash_attn_func(q, *kv.unbind(1))
     assert str(caught.value) == "q: got rank 3; allowed: rank 4 [batch, seqlen, heads, head_dim]."
