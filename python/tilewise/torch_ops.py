@@ -15,11 +15,13 @@ from typing import Any, Final
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 
+from . import _ext
 from ._arrays import ANYWHERE, accumulator, as_array, inverse
 from ._attention import _output_shapes, run_backward, run_forward
 from ._composite import composite as composite
 from ._errors import UnsupportedError
 from ._problem import ARRAYS, BIAS, SINKS, SLOPES, K, Q, Rng, Settings, V
+from ._record import FILE as _RECORDED
 
 _INPUTS: Final = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_offset, "
@@ -30,6 +32,9 @@ _INPUTS: Final = (
     "float dropout_p, bool deterministic, bool batch_invariant, str backend, bool validate"
 )
 _NUMBERS: Final = ARRAYS + 2  # place of the first argument after the tensors
+_NAMES: Final = [each.split()[1] for each in _INPUTS.split(", ")]
+_DROPOUT: Final = _NAMES.index("dropout_p")
+_SCALARS: Final = _NAMES.index("scalars")
 _INSTEAD: Final = (
     "tilewise.torch_ops.composite takes the same arguments and has derivatives of any order, in both modes, with memory "
     "for all scores: see docs/torch.md#second-derivatives. So has torch.nn.functional.scaled_dot_product_attention under "
@@ -96,17 +101,52 @@ torch.library.define(
 )
 
 
-@torch.library.impl("tilewise::attention_forward", ("cpu", "cuda"))
+# A compiled model calls the operators anew for every layer: what does not change between two calls is kept, as for
+# plain calls (_ext_quick.cpp).
+
+
+def _kept_under(args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a call is kept under; None if it has more tensors than q, k and v, or draws numbers."""
+    if args[_DROPOUT] or args[_SCALARS] or args[ARRAYS] or args[3:ARRAYS] != _NO_OPTIONS:
+        return None
+    return (*args[_NUMBERS:_SCALARS], *args[_SCALARS + 1 :])
+
+
+_NO_OPTIONS: Final = (None,) * (ARRAYS - 3)
+_deterministic: Final = torch._C._get_deterministic_algorithms
+
+
+def _quick_call(args: Sequence[Any]) -> Any:
+    """The call that is kept for these arguments of an operator, if there is one or can be."""
+    key = None if _RECORDED else _kept_under(args)
+    if key is None:
+        return None
+    quick = _ext.quick_call(key, _deterministic())
+    if quick is None:
+        settings, arrays, rng = _unpack(args)
+        quick = _ext.QuickCall(settings.problem([*map(_plain, arrays)], rng))
+        _ext.keep_quick_call(key, _deterministic(), quick)
+    return quick
+
+
 def _forward(*args: Any) -> tuple[Any, Any]:
+    quick = _quick_call(args)
+    found = quick.forward(*args[:3], True, None) if quick else None
+    if found is not None:
+        return found
     settings, arrays, rng = _unpack(args)
     o, lse = run_forward(settings, [*map(_plain, arrays)], rng, True)
     assert lse is not None
     return o, lse
 
 
-@torch.library.impl("tilewise::attention_backward", ("cpu", "cuda"))
 def _backward(do: Any, o: Any, lse: Any, dlse: Any, *args: Any) -> list[Any]:
     *inputs, wanted = args
+    quick = _quick_call(tuple(inputs))
+    if quick and all(place in (Q, K, V) for place in wanted):
+        found = quick.backward(do, *inputs[:3], o, lse, dlse, *[place in wanted for place in (Q, K, V)])
+        if found is not None:
+            return [found[place] for place in wanted]
     settings, arrays, rng = _unpack(inputs)
     gradients = run_backward(
         settings, [*map(_plain, arrays)], rng, _plain(do), _plain(o), _plain(lse), _plain(dlse), wanted
@@ -170,8 +210,20 @@ def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)
 
 
+_KERNELS: Final = {
+    torch.ops.tilewise.attention_forward.default: _forward,
+    torch.ops.tilewise.attention_backward.default: _backward,
+}
+_modes: Final = torch._C._len_torch_dispatch_stack
+_transforms: Final = torch._C._are_functorch_transforms_active
+_forward_ad: Final = torch.autograd.forward_ad
+
+
 def _below(operator: Any, keyset: Any, args: Sequence[Any]) -> Any:
     """What stands below autograd in the dispatcher."""
+    # Plain tensors would get there by a way that costs many times what the call does.
+    if not (_modes() or _transforms()) and all(type(each) in _PLAIN for each in args[:3]):
+        return _KERNELS[operator](*args)
     with contextlib.ExitStack() as stack:
         if torch._C._are_functorch_transforms_active():
             stack.enter_context(torch.enable_grad())
@@ -244,12 +296,26 @@ def _inputs(tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
     return (*tensors[:ARRAYS], list(tensors[ARRAYS + 1 :]), tensors[ARRAYS], *numbers)
 
 
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_recorded(tensors: Sequence[Any]) -> bool:
+    """Whether autograd has anything to do here."""
+    if _transforms() or _forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+
+
 def _autograd_forward(keyset: Any, *args: Any) -> Any:
+    if not _is_recorded((*args[:ARRAYS], *(args[ARRAYS] or ()))):
+        return _below(torch.ops.tilewise.attention_forward.default, keyset, args)
     *optional, arrays, seed_offset = args[:_NUMBERS]
     return _applied(_Forward, keyset, args[_NUMBERS:], *optional, seed_offset, *(arrays or ()))
 
 
 def _autograd_backward(keyset: Any, *args: Any) -> Any:
+    if not _is_recorded((*args[: 4 + ARRAYS], *(args[4 + ARRAYS] or ()))):
+        return _below(torch.ops.tilewise.attention_backward.default, keyset, args)
     given, args = args[:4], args[4:]
     *optional, arrays, seed_offset = args[:_NUMBERS]
     return list(_applied(_Backward, keyset, args[_NUMBERS:], *given, *optional, seed_offset, *(arrays or ())))
@@ -278,6 +344,9 @@ def _autocast_forward(*args: Any) -> Any:
 
 
 _LIBRARY: Final = torch.library.Library("tilewise", "FRAGMENT")  # kept: what is registered goes when it does
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention_forward", _forward, _key)
+    _LIBRARY.impl("attention_backward", _backward, _key)
 _LIBRARY.impl("attention_forward", _autograd_forward, "Autograd", with_keyset=True)
 _LIBRARY.impl("attention_backward", _autograd_backward, "Autograd", with_keyset=True)
 for _key in _AUTOCAST:
