@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import tilewise
-from tilewise import masks, ops
-from tilewise._problem import ARRAYS, Call
+from tilewise import _ext, masks, ops
+from tilewise._problem import ARRAYS, Call, Settings
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -275,6 +275,7 @@ def settings_seen(monkeypatch):
     for module in (torch_ops, _torch):
         for name in ("run_forward", "run_backward"):
             monkeypatch.setattr(module, name, spied(getattr(_attention, name)))
+    monkeypatch.setattr(torch_ops, "_RECORDED", "as if calls were recorded")  # operators take the general way
     return seen
 
 
@@ -288,6 +289,26 @@ def test_deterministic_algorithms_reach_compiled_and_exported_programs(determini
             settings_seen.clear()
             f(q, k, v).sum().backward()
             assert settings_seen == [on, on]
+
+
+def test_kept_operator_calls_know_deterministic_algorithms(deterministic, monkeypatch):
+    made = []
+    problem = Settings.problem
+    monkeypatch.setattr(
+        Settings, "problem", lambda self, *args, **more: made.append(self.deterministic) or problem(self, *args, **more)
+    )
+    _ext.clear_quick_calls()
+    q, k, v = qkv()
+    run = torch.compile(lambda *x: tilewise.attention(*x), fullgraph=True, backend="aot_eager")
+    expected = tilewise.attention(q, k, v)
+    _ext.clear_quick_calls()
+    made.clear()
+    for on in (False, True, False):
+        deterministic(on)
+        o = run(q, k, v)
+        o.sum().backward()
+        assert torch.equal(o, expected)
+    assert made == [False, True]  # one for both passes
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": torch.zeros(4)}], ids=["quick", "general"])
