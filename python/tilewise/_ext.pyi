@@ -75,6 +75,7 @@ class QuickCall:
         out: Any = None,
         lse: Any = None,
         workspace: Any = None,
+        arrays: Sequence[Any] | None = None,
     ) -> Any: ...
     def backward(
         self,
@@ -88,6 +89,7 @@ class QuickCall:
         want_dq: bool,
         want_dk: bool,
         want_dv: bool,
+        arrays: Sequence[Any] | None = None,
     ) -> tuple[Any, Any, Any] | None: ...
 
 def set_torch(

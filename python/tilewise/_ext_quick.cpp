@@ -1,13 +1,15 @@
 // Calls that repeat: the way from torch tensors to the C ABI without the Python in between.
 //
-// A call whose options are numbers and words only (no arrays, masks or functions) is taken apart in Python the first
-// time, and what came out, a tilewise_problem, is kept under those options. From then on a call reads q, k and v
+// A call whose options are numbers and words only (no arrays, masks or functions; an operator's mask is a word, whose
+// arrays come with every call) is taken apart in Python the first time, and what came out, a tilewise_problem, is kept
+// under those options. From then on a call reads q, k and v
 // through torch's table of C functions for DLPack (__dlpack_c_exchange_api__), puts them into the problem, makes the
 // outputs with torch's own functions, and runs. Whatever is not as plain as that (other kinds of tensors, devices that
 // differ, negated views, no memory) gives None, and the caller takes the general way, which knows all cases and all
 // words of refusal. Nothing that is kept refers to a tensor.
 //
 // Everything here runs with the GIL, which guards what is kept, until the work itself is done.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -297,15 +299,18 @@ class QuickCall {
 public:
     // The options of `problem`; its q, k and v do not matter. With a plan, calls run that one.
     QuickCall(const Problem& problem, std::shared_ptr<Plan> plan)
-        : options_(problem, problem.raw.q, problem.raw.k, problem.raw.v), plan_(std::move(plan)) {}
+        : options_(problem, problem.raw.q, problem.raw.k, problem.raw.v), plan_(std::move(plan)) {
+        options_.raw.arrays = nullptr;  // every call has its own
+    }
 
     // o, or (o, lse); None: not a plain call. `record`, unless None, is called as record(self, q, k, v) if one of them
     // requires a gradient, and gives (o, lse).
     nb::object forward(nb::handle self, nb::handle q, nb::handle k, nb::handle v, bool want_lse, nb::handle record,
-                       nb::handle out, nb::handle lse, nb::handle workspace) {
+                       nb::handle out, nb::handle lse, nb::handle workspace, nb::handle arrays) {
         tilewise_problem raw;
         Device place;
-        if (!fill(raw, place, q, k, v)) return nb::none();
+        std::vector<tilewise_tensor> held;
+        if (!fill(raw, place, held, q, k, v, arrays)) return nb::none();
         if (!record.is_none() && (wants_gradient(q) || wants_gradient(k) || wants_gradient(v))) {
             nb::object both = record(self, q, k, v);
             return want_lse ? both : nb::object(both[0]);
@@ -338,10 +343,11 @@ public:
 
     // (dq, dk, dv), None for each that is not wanted; None: not a plain call. dlse may be None.
     nb::object backward(nb::handle d_o, nb::handle q, nb::handle k, nb::handle v, nb::handle o, nb::handle lse,
-                        nb::handle dlse, bool want_dq, bool want_dk, bool want_dv) {
+                        nb::handle dlse, bool want_dq, bool want_dk, bool want_dv, nb::handle arrays) {
         tilewise_problem raw;
         Device place;
-        if (!fill(raw, place, q, k, v)) return nb::none();
+        std::vector<tilewise_tensor> held;
+        if (!fill(raw, place, held, q, k, v, arrays)) return nb::none();
         tilewise_backward_args args;
         tilewise_backward_args_init(&args);
         for (const auto& [object, target] :
@@ -371,6 +377,7 @@ private:
 
     struct Known {
         Shapes shapes;
+        std::vector<tilewise_tensor> arrays;  // instead of the address what is left of it modulo 16
         std::shared_ptr<Plan> plan;
         size_t bytes = 0;  // of workspace
     };
@@ -380,7 +387,8 @@ private:
         void* stream = nullptr;
     };
 
-    bool fill(tilewise_problem& raw, Device& place, nb::handle q, nb::handle k, nb::handle v) const {
+    bool fill(tilewise_problem& raw, Device& place, std::vector<tilewise_tensor>& held, nb::handle q, nb::handle k,
+              nb::handle v, nb::handle arrays) const {
         if (!torch.api) return false;
         const std::optional<Read> a = read(q), b = read(k), c = read(v);
         if (!a || !b || !c || a->device != b->device || a->device != c->device) return false;
@@ -391,7 +399,14 @@ private:
         raw.q = a->tensor, raw.k = b->tensor, raw.v = c->tensor;
         raw.device_type = place.cuda() ? TILEWISE_CUDA : TILEWISE_CPU;
         raw.device_index = place.cuda() ? place.index : 0;
-        return true;
+        if (arrays.is_none()) return raw.num_arrays == 0;
+        for (nb::handle each : arrays) {
+            const std::optional<Read> seen = read(each);
+            if (!seen || seen->device != place) return false;
+            held.push_back(seen->tensor);
+        }
+        raw.arrays = held.data();
+        return raw.num_arrays == static_cast<int32_t>(held.size());
     }
 
     // An output of the caller's. An empty object if it needs the general way.
@@ -418,15 +433,23 @@ private:
             std::copy_n(t->shape, 4, shapes.shape[n].begin());
             std::copy_n(t->strides, 4, shapes.strides[n++].begin());
         }
+        std::vector<tilewise_tensor> arrays(raw.arrays, raw.arrays + raw.num_arrays);
+        for (tilewise_tensor& t : arrays)
+            t.data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(t.data) % 16);  // NOLINT: no address any more
+        const auto same_bytes = [](const tilewise_tensor& a, const tilewise_tensor& b) {
+            return std::memcmp(&a, &b, sizeof a) == 0;
+        };
         for (const Known& each : list) {
-            if (std::memcmp(&each.shapes, &shapes, sizeof shapes) == 0) return {each.plan, each.bytes};
+            if (std::memcmp(&each.shapes, &shapes, sizeof shapes) == 0 && std::ranges::equal(each.arrays, arrays, same_bytes))
+                return {each.plan, each.bytes};
         }
         Problem problem(options_, raw.q, raw.k, raw.v);
+        problem.raw.arrays = raw.arrays;
         problem.raw.device_type = raw.device_type, problem.raw.device_index = raw.device_index;
         auto found = plan_ ? std::pair{plan_, plan_->workspace_bytes_for(problem)}
                            : plan_cache().find(problem, backward);  // other threads may run meanwhile
         if (list.size() >= kMaxKnown) list.clear();
-        list.push_back({shapes, found.first, found.second});
+        list.push_back({shapes, std::move(arrays), found.first, found.second});
         return found;
     }
 
@@ -606,14 +629,15 @@ void bind_quick(nb::module_& m) {
         .def(
             "forward",
             [](nb::handle_t<QuickCall> self, nb::handle q, nb::handle k, nb::handle v, bool want_lse, nb::handle record,
-               nb::handle out, nb::handle lse, nb::handle workspace) {
-                return nb::cast<QuickCall&>(self).forward(self, q, k, v, want_lse, record, out, lse, workspace);
+               nb::handle out, nb::handle lse, nb::handle workspace, nb::handle arrays) {
+                return nb::cast<QuickCall&>(self).forward(self, q, k, v, want_lse, record, out, lse, workspace, arrays);
             },
             nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("want_lse"),
             nb::arg("record").none(), nb::arg("out").none() = nb::none(), nb::arg("lse").none() = nb::none(),
-            nb::arg("workspace").none() = nb::none())
+            nb::arg("workspace").none() = nb::none(), nb::arg("arrays").none() = nb::none())
         .def("backward", &QuickCall::backward, nb::arg("do"), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"),
-             nb::arg("lse"), nb::arg("dlse").none(), nb::arg("want_dq"), nb::arg("want_dk"), nb::arg("want_dv"));
+             nb::arg("lse"), nb::arg("dlse").none(), nb::arg("want_dq"), nb::arg("want_dk"), nb::arg("want_dv"),
+             nb::arg("arrays").none() = nb::none());
     m.def(
         "quick_call", [](nb::handle options, bool deterministic) { return quick_calls().find(options, deterministic); },
         nb::arg("options"), nb::arg("deterministic"));

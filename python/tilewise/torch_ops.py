@@ -35,6 +35,7 @@ _NUMBERS: Final = ARRAYS + 2  # place of the first argument after the tensors
 _NAMES: Final = [each.split()[1] for each in _INPUTS.split(", ")]
 _DROPOUT: Final = _NAMES.index("dropout_p")
 _SCALARS: Final = _NAMES.index("scalars")
+_SCORE_MOD: Final = _NAMES.index("score_mod")
 _INSTEAD: Final = (
     "tilewise.torch_ops.composite takes the same arguments and has derivatives of any order, in both modes, with memory "
     "for all scores: see docs/torch.md#second-derivatives. So has torch.nn.functional.scaled_dot_product_attention under "
@@ -106,10 +107,10 @@ torch.library.define(
 
 
 def _kept_under(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a call is kept under; None if it has more tensors than q, k and v, or draws numbers."""
-    if args[_DROPOUT] or args[_SCALARS] or args[ARRAYS] or args[3:ARRAYS] != _NO_OPTIONS:
+    """What a call is kept under; None if it has more tensors than q, k, v and those of a mask, or draws numbers."""
+    if args[_DROPOUT] or args[_SCALARS] or args[_SCORE_MOD] or args[3:ARRAYS] != _NO_OPTIONS:
         return None
-    return (*args[_NUMBERS:_SCALARS], *args[_SCALARS + 1 :])
+    return (len(args[ARRAYS] or ()), *args[_NUMBERS:_SCALARS], *args[_SCALARS + 1 :])
 
 
 _NO_OPTIONS: Final = (None,) * (ARRAYS - 3)
@@ -131,7 +132,7 @@ def _quick_call(args: Sequence[Any]) -> Any:
 
 def _forward(*args: Any) -> tuple[Any, Any]:
     quick = _quick_call(args)
-    found = quick.forward(*args[:3], True, None) if quick else None
+    found = quick.forward(*args[:3], True, None, arrays=args[ARRAYS] or None) if quick else None
     if found is not None:
         return found
     settings, arrays, rng = _unpack(args)
@@ -144,7 +145,8 @@ def _backward(do: Any, o: Any, lse: Any, dlse: Any, *args: Any) -> list[Any]:
     *inputs, wanted = args
     quick = _quick_call(tuple(inputs))
     if quick and all(place in (Q, K, V) for place in wanted):
-        found = quick.backward(do, *inputs[:3], o, lse, dlse, *[place in wanted for place in (Q, K, V)])
+        wants = [place in wanted for place in (Q, K, V)]
+        found = quick.backward(do, *inputs[:3], o, lse, dlse, *wants, arrays=inputs[ARRAYS] or None)
         if found is not None:
             return [found[place] for place in wanted]
     settings, arrays, rng = _unpack(inputs)
