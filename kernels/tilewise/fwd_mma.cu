@@ -480,13 +480,15 @@ TW_KERNEL(fwd_mma, Params, params) {
             __syncthreads();  // this tile is there, of the first one K, and the one before has been read
             if (n == 0) queries.load(shared);
             if (n + 1 < (kBands ? now.count : walk.count)) copy_k_and_v(n + 1, now, mine);
-            const auto copied_v = [&] {
+            const auto await_v = [&] {
+                if (n > 0) return;
                 if (count() > 1) wait_for_copies<2>();
                 else wait_for_copies<0>();
+                __syncthreads();
             };
             const int tile_class = class_of(n, now);
-            if (kBands && tile_class == kSkip) {  // other warps see it, and need this one's part of it
-                if (n == 0) copied_v(), tell_threads(1, kThreads);
+            if (kBands && tile_class == kSkip) {  // other warps see it
+                await_v();
                 continue;
             }
             Scores s;
@@ -494,7 +496,7 @@ TW_KERNEL(fwd_mma, Params, params) {
             if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, n % 2, start_of(n), tile_class);
             float factors[kRowsPerThread];
             if (softmax.raise_reference(s, factors)) Softmax::rescale(o, factors);
-            if (n == 0) copied_v(), await_threads(1, kThreads);
+            await_v();
             if constexpr (kDropout) {
                 exponentiate_all(s, softmax);
                 drop(s, philox, block, start_of(n));

@@ -298,13 +298,4 @@ private:
 #endif
 };
 
-// Barriers 1 to 15 of a block, for `count` of its threads: some wait for all, some only tell that they have come so far.
-#ifdef TILEWISE_FAKE_CUDA
-TW_DEVICE void await_threads(int id, int count) { tw_barrier_sync(id, count); }
-TW_DEVICE void tell_threads(int id, int count) { tw_barrier_arrive(id, count); }
-#else
-TW_DEVICE void await_threads(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
-TW_DEVICE void tell_threads(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
-#endif
-
 }  // namespace tilewise
