@@ -440,7 +440,8 @@ private:
             return std::memcmp(&a, &b, sizeof a) == 0;
         };
         for (const Known& each : list) {
-            if (std::memcmp(&each.shapes, &shapes, sizeof shapes) == 0 && std::ranges::equal(each.arrays, arrays, same_bytes))
+            if (std::memcmp(&each.shapes, &shapes, sizeof shapes) == 0 &&
+                std::ranges::equal(each.arrays, arrays, same_bytes))
                 return {each.plan, each.bytes};
         }
         Problem problem(options_, raw.q, raw.k, raw.v);
