@@ -9,7 +9,7 @@ otherwise the first tensor does. Plain calls take a shorter way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -212,7 +212,7 @@ def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)
 
 
-_KERNELS: Final = {
+_KERNELS: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.tilewise.attention_forward.default: _forward,
     torch.ops.tilewise.attention_backward.default: _backward,
 }
