@@ -91,10 +91,10 @@ struct Problem {
         raw.v = to_tensor(v);
         raw.layout = layout;
     }
-    // The options of `other`, which has no arrays, with other tensors.
+    // The options of `other` with other tensors. As many arrays, which are the caller's to set.
     Problem(const Problem& other, const tilewise_tensor& q, const tilewise_tensor& k, const tilewise_tensor& v)
         : raw(other.raw) {
-        raw.q = q, raw.k = k, raw.v = v;
+        raw.q = q, raw.k = k, raw.v = v, raw.arrays = nullptr;
         set_text(mask, raw.mask, other.mask);
         set_text(score_mod, raw.score_mod, other.score_mod);
         set_text(backend, raw.backend, other.backend);

@@ -299,9 +299,7 @@ class QuickCall {
 public:
     // The options of `problem`; its q, k and v do not matter. With a plan, calls run that one.
     QuickCall(const Problem& problem, std::shared_ptr<Plan> plan)
-        : options_(problem, problem.raw.q, problem.raw.k, problem.raw.v), plan_(std::move(plan)) {
-        options_.raw.arrays = nullptr;  // every call has its own
-    }
+        : options_(problem, problem.raw.q, problem.raw.k, problem.raw.v), plan_(std::move(plan)) {}
 
     // o, or (o, lse); None: not a plain call. `record`, unless None, is called as record(self, q, k, v) if one of them
     // requires a gradient, and gives (o, lse).

@@ -20,15 +20,12 @@ from ._errors import UnsupportedError, refuse
 from ._problem import ARRAYS, BIAS, OPTION_ORDER, SINKS, SLOPES, Call, K, Q, Rng, Settings, V
 from ._record import FILE as RECORDED
 from ._trace import Function
-from .torch_ops import FORWARD_MODE, SECOND_ORDER, autocast
+from .torch_ops import FORWARD_MODE, SECOND_ORDER, autocast, deterministic, modes, transforms
 
 _SCORE_MOD: Final = OPTION_ORDER.index("score_mod")
 
 # The quick way for calls that repeat, see _ext_quick.cpp: there if torch has a table of C functions for DLPack (2.10).
 _is_compiling: Final = torch.compiler.is_compiling
-_modes: Final = torch._C._len_torch_dispatch_stack
-_transforms: Final = torch._C._are_functorch_transforms_active
-_deterministic: Final = torch._C._get_deterministic_algorithms
 _grad_enabled: Final = torch.is_grad_enabled
 _forward_ad: Final = torch.autograd.forward_ad
 
@@ -50,7 +47,7 @@ atexit.register(_ext.clear_quick_calls)  # they are objects of an interpreter th
 def _eager() -> bool:
     """Whether tensors are what they seem: no compiler, mode, transform or forward-mode level is about. (To a compiler the
     first question is a constant, and it does not look further.)"""
-    return not (_is_compiling() or _modes() or _transforms() or _forward_ad._current_level >= 0)
+    return not (_is_compiling() or modes() or transforms() or _forward_ad._current_level >= 0)
 
 
 def quick_plan(plan: _ext.Plan, problem: _ext.Problem, options: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -59,10 +56,10 @@ def quick_plan(plan: _ext.Plan, problem: _ext.Problem, options: Mapping[str, Any
     if not _has_quick_calls or problem.dropout_p or _ext.quick_call(tuple(options.values()), False) is False:
         return None
     quick = _ext.QuickCall(problem, plan)
-    planned_as = _deterministic()
+    planned_as = deterministic()
 
     def run(q: Any, k: Any, v: Any, want_lse: bool, out: Any, lse: Any, workspace: Any) -> Any:
-        if not _eager() or _deterministic() != planned_as:  # the plan does not fit any more: the general way says so
+        if not _eager() or deterministic() != planned_as:  # the plan does not fit any more: the general way says so
             return None
         return quick.forward(q, k, v, want_lse, None, out, lse, workspace)
 
@@ -71,12 +68,12 @@ def quick_plan(plan: _ext.Plan, problem: _ext.Problem, options: Mapping[str, Any
 
 def attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: bool, out: Any) -> Any:
     """See `tilewise.attention`; options in the order of `Call`."""
-    modes = _modes()
-    if modes or _transforms() or _forward_ad._current_level >= 0:
-        return (traced_attention if modes else _attention)(q, k, v, options, return_lse, out)
+    seen_by = modes()
+    if seen_by or transforms() or _forward_ad._current_level >= 0:
+        return (traced_attention if seen_by else _attention)(q, k, v, options, return_lse, out)
     keep = False
     if _has_quick_calls and out is None and not _autocast():
-        quick = _ext.quick_call(options, _deterministic())
+        quick = _ext.quick_call(options, deterministic())
         if quick:
             found = quick.forward(q, k, v, bool(return_lse), _apply_quick if _grad_enabled() else None)
             if found is not None:
@@ -138,7 +135,7 @@ def _attention(q: Any, k: Any, v: Any, options: tuple[Any, ...], return_lse: boo
     else:
         o, lse = run_forward(call.settings, call.arrays, rng_of(call), return_lse, out)
     if keep and not call.settings.dropout_p:  # dropout draws a seed, which is not the business of the quick way
-        _ext.keep_quick_call(options, _deterministic(), _QuickCall(call))
+        _ext.keep_quick_call(options, deterministic(), _QuickCall(call))
     return (o, lse) if return_lse else o
 
 
@@ -210,7 +207,7 @@ def _backward(
 ) -> tuple[Any, ...]:
     do = _readable(do, "do")
     dlse = None if dlse is None else _readable(dlse, "dlse")
-    if _deterministic() and not settings.deterministic:  # asked for since the forward pass
+    if deterministic() and not settings.deterministic:  # asked for since the forward pass
         settings = copy.copy(settings)
         settings.deterministic = True
     gradients = run_backward(settings, arrays, rng, do, o, lse, dlse, wanted)
@@ -284,7 +281,7 @@ class _Quick(torch.autograd.Function):
         if do is None:
             do = o.new_zeros(()).expand(o.shape)
         found = None
-        if not _grad_enabled() and _eager() and (ctx.quick.deterministic or not _deterministic()):
+        if not _grad_enabled() and _eager() and (ctx.quick.deterministic or not deterministic()):
             found = ctx.quick.backward(do, q, k, v, o, lse, dlse, *wanted)
         if found is None:
             places = tuple([place for place in (Q, K, V) if wanted[place]])

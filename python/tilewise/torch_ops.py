@@ -36,6 +36,7 @@ _NAMES: Final = [each.split()[1] for each in _INPUTS.split(", ")]
 _DROPOUT: Final = _NAMES.index("dropout_p")
 _SCALARS: Final = _NAMES.index("scalars")
 _SCORE_MOD: Final = _NAMES.index("score_mod")
+_NO_OPTIONS: Final = (None,) * (ARRAYS - 3)  # of the tensors behind q, k and v
 _INSTEAD: Final = (
     "tilewise.torch_ops.composite takes the same arguments and has derivatives of any order, in both modes, with memory "
     "for all scores: see docs/torch.md#second-derivatives. So has torch.nn.functional.scaled_dot_product_attention under "
@@ -45,6 +46,9 @@ SECOND_ORDER: Final = (
     "second derivatives of attention: got a request to differentiate its gradient; allowed: first derivatives. "
     + _INSTEAD
 )
+modes: Final = torch._C._len_torch_dispatch_stack
+transforms: Final = torch._C._are_functorch_transforms_active
+deterministic: Final = torch._C._get_deterministic_algorithms
 FORWARD_MODE: Final = (
     "forward-mode derivatives of attention: got an input with a tangent; allowed: reverse mode (backward). " + _INSTEAD
 )
@@ -113,20 +117,16 @@ def _kept_under(args: Sequence[Any]) -> tuple[Any, ...] | None:
     return (len(args[ARRAYS] or ()), *args[_NUMBERS:_SCALARS], *args[_SCALARS + 1 :])
 
 
-_NO_OPTIONS: Final = (None,) * (ARRAYS - 3)
-_deterministic: Final = torch._C._get_deterministic_algorithms
-
-
 def _quick_call(args: Sequence[Any]) -> Any:
     """The call that is kept for these arguments of an operator, if there is one or can be."""
     key = None if _RECORDED else _kept_under(args)
     if key is None:
         return None
-    quick = _ext.quick_call(key, _deterministic())
+    quick = _ext.quick_call(key, deterministic())
     if quick is None:
         settings, arrays, rng = _unpack(args)
         quick = _ext.QuickCall(settings.problem([*map(_plain, arrays)], rng))
-        _ext.keep_quick_call(key, _deterministic(), quick)
+        _ext.keep_quick_call(key, deterministic(), quick)
     return quick
 
 
@@ -206,28 +206,24 @@ def _fake_backward(do: Any, o: Any, lse: Any, dlse: Any, *args: Any) -> list[Any
 
 
 def _applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    if not torch._C._are_functorch_transforms_active():
+    if not transforms():
         return function.apply(*args)
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*args)
 
 
-_KERNELS: Final[dict[Any, Callable[..., Any]]] = {
-    torch.ops.tilewise.attention_forward.default: _forward,
-    torch.ops.tilewise.attention_backward.default: _backward,
-}
-_modes: Final = torch._C._len_torch_dispatch_stack
-_transforms: Final = torch._C._are_functorch_transforms_active
-_forward_ad: Final = torch.autograd.forward_ad
+def _has_kernel(tensor: Any) -> bool:
+    """Whether a tensor is what it seems, with memory that ours can read."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and (tensor.is_cpu or tensor.is_cuda)
 
 
-def _below(operator: Any, keyset: Any, args: Sequence[Any]) -> Any:
+def _below(operator: Any, kernel: Callable[..., Any], keyset: Any, args: Sequence[Any]) -> Any:
     """What stands below autograd in the dispatcher."""
-    # Plain tensors would get there by a way that costs many times what the call does.
-    if not (_modes() or _transforms()) and all(type(each) in _PLAIN for each in args[:3]):
-        return _KERNELS[operator](*args)
+    # To our own kernel the way through the dispatcher costs many times what the call does.
+    if not (modes() or transforms()) and all(map(_has_kernel, args[:3])):
+        return kernel(*args)
     with contextlib.ExitStack() as stack:
-        if torch._C._are_functorch_transforms_active():
+        if transforms():
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(True))
         stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -239,7 +235,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, numbers: Sequence[Any], *tensors: Any) -> tuple[Any, Any]:
-        output = _below(torch.ops.tilewise.attention_forward.default, keyset, _inputs(tensors, numbers))
+        output = _below(torch.ops.tilewise.attention_forward.default, _forward, keyset, _inputs(tensors, numbers))
         ctx.numbers = numbers
         ctx.given = [tensor is not None for tensor in tensors]
         ctx.save_for_backward(*[tensor for tensor in tensors if tensor is not None], *output)
@@ -282,7 +278,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, numbers: Sequence[Any], *tensors: Any) -> tuple[Any, ...]:
         args = (*tensors[:4], *_inputs(tensors[4:], numbers))
-        return tuple(_below(torch.ops.tilewise.attention_backward.default, keyset, args))
+        return tuple(_below(torch.ops.tilewise.attention_backward.default, _backward, keyset, args))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -298,26 +294,23 @@ def _inputs(tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
     return (*tensors[:ARRAYS], list(tensors[ARRAYS + 1 :]), tensors[ARRAYS], *numbers)
 
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-
-
 def _is_recorded(tensors: Sequence[Any]) -> bool:
     """Whether autograd has anything to do here."""
-    if _transforms() or _forward_ad._current_level >= 0:
+    if transforms() or torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
 def _autograd_forward(keyset: Any, *args: Any) -> Any:
     if not _is_recorded((*args[:ARRAYS], *(args[ARRAYS] or ()))):
-        return _below(torch.ops.tilewise.attention_forward.default, keyset, args)
+        return _below(torch.ops.tilewise.attention_forward.default, _forward, keyset, args)
     *optional, arrays, seed_offset = args[:_NUMBERS]
     return _applied(_Forward, keyset, args[_NUMBERS:], *optional, seed_offset, *(arrays or ()))
 
 
 def _autograd_backward(keyset: Any, *args: Any) -> Any:
     if not _is_recorded((*args[: 4 + ARRAYS], *(args[4 + ARRAYS] or ()))):
-        return _below(torch.ops.tilewise.attention_backward.default, keyset, args)
+        return _below(torch.ops.tilewise.attention_backward.default, _backward, keyset, args)
     given, args = args[:4], args[4:]
     *optional, arrays, seed_offset = args[:_NUMBERS]
     return list(_applied(_Backward, keyset, args[_NUMBERS:], *given, *optional, seed_offset, *(arrays or ())))

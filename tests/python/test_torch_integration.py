@@ -311,6 +311,27 @@ def test_kept_operator_calls_know_deterministic_algorithms(deterministic, monkey
     assert made == [False, True]  # one for both passes
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_operators_take_tensors_without_memory(grad):
+    q, k, v = [x.detach().to("meta").requires_grad_(grad) for x in qkv()]
+    call = Call(q, k, v, meta=True)
+    o, lse = FORWARD(*torch_ops.pack(call.settings, call.arrays, (0, 0)))
+    assert (o.shape, o.device.type, lse.shape) == ((2, 5, 4, 6), "meta", (2, 4, 5))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_kept_operator_calls_take_each_mask_that_comes(grad):
+    q, k, v = qkv(grad=grad)
+    for shape in ((5, 7), (5, 7), (2, 1, 5, 7)):  # the second time as the first, with other numbers
+        mask = torch.rand(shape) < 0.6
+        o, _ = FORWARD(*arguments(q, k, v, mask=mask))
+        expected = tilewise.attention(q, k, v, mask=mask, backend="reference")
+        torch.testing.assert_close(o, expected)
+        if grad:
+            for mine, right in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (o, expected)), strict=True):
+                torch.testing.assert_close(mine, right)
+
+
 @pytest.mark.parametrize("options", [{}, {"sinks": torch.zeros(4)}], ids=["quick", "general"])
 def test_deterministic_algorithms_may_be_asked_for_after_the_forward_pass(deterministic, settings_seen, options):
     q, k, v = qkv()
