@@ -35,9 +35,10 @@ std::unique_ptr<ScoreMod> make_mod(const Problem& problem) {
     return problem.score_mod.empty() ? nullptr : std::make_unique<ScoreMod>(problem);
 }
 
-std::vector<Row> make_rows(const Problem& problem, const BoundMask* mask, const ScoreMod* mod, Arena& arena) {
+std::vector<Row> make_rows(const Problem& problem, const BoundMask* mask, const ScoreMod* mod, Arena& arena,
+                           int threads) {
     std::vector<Row> rows;
-    for (int slot = 0; slot < max_threads(); ++slot) rows.emplace_back(problem, mask, mod, arena);
+    for (int slot = 0; slot < threads; ++slot) rows.emplace_back(problem, mask, mod, arena);
     return rows;
 }
 
@@ -73,15 +74,28 @@ SharedGradients make_shared(const Problem& problem, Arena& arena) {
     return shared;
 }
 
-size_t workspace_bytes(const Problem& problem, Pass pass) {
+size_t bytes_for(const Problem& problem, Pass pass, int threads) {
     Arena arena(nullptr);
     const auto mod = make_mod(problem);
-    make_rows(problem, nullptr, mod.get(), arena);
+    make_rows(problem, nullptr, mod.get(), arena, threads);
     if (pass == Pass::backward) {
-        for (int slot = 0; slot < max_threads(); ++slot) KvGradients(problem, arena);
+        for (int slot = 0; slot < threads; ++slot) KvGradients(problem, arena);
         make_shared(problem, arena);
     }
     return arena.used();
+}
+
+size_t workspace_bytes(const Problem& problem, Pass pass) { return bytes_for(problem, pass, max_threads()); }
+
+// The number may have been set anew since the workspace was made.
+int threads_for(const Problem& problem, Pass pass, Workspace workspace) {
+    const int threads = max_threads();
+    if (const size_t needed = bytes_for(problem, pass, threads); workspace.bytes < needed) {
+        core::refuse("workspace", std::to_string(workspace.bytes) + " bytes",
+                     "at least " + std::to_string(needed) + " bytes",
+                     "The number of threads must not grow between planning and running.");
+    }
+    return threads;
 }
 
 void forward(const Problem& problem, const ForwardArgs& args, Workspace workspace) {
@@ -89,7 +103,7 @@ void forward(const Problem& problem, const ForwardArgs& args, Workspace workspac
     const Problem text_only = without_bands(problem);
     const BoundMask mask(text_only);
     const auto mod = make_mod(problem);
-    auto rows = make_rows(problem, &mask, mod.get(), arena);
+    auto rows = make_rows(problem, &mask, mod.get(), arena, threads_for(problem, Pass::forward, workspace));
 
     parallel_for(problem.batch * problem.num_heads_q, [&](int64_t item, int slot) {
         const int64_t b = item / problem.num_heads_q, h = item % problem.num_heads_q;
@@ -151,9 +165,10 @@ void backward(const Problem& problem, const BackwardArgs& args, Workspace worksp
     const Problem text_only = without_bands(problem);
     const BoundMask mask(text_only);
     const auto mod = make_mod(problem);
-    auto rows = make_rows(problem, &mask, mod.get(), arena);
+    const int threads = threads_for(problem, Pass::backward, workspace);
+    auto rows = make_rows(problem, &mask, mod.get(), arena, threads);
     std::vector<KvGradients> kv;
-    for (int slot = 0; slot < max_threads(); ++slot) kv.emplace_back(problem, arena);
+    for (int slot = 0; slot < threads; ++slot) kv.emplace_back(problem, arena);
     SharedGradients shared = make_shared(problem, arena);
     const bool any_shared = args.dbias || args.dalibi_slopes || args.dsinks || !args.darrays.empty();
 
@@ -225,14 +240,13 @@ const core::Implementation kReference = {"reference", supports, workspace_bytes,
 
 void attn_probs(const Problem& problem, const Rows3& lse, std::span<const int64_t> rows, std::span<const int64_t> heads,
                 const Array& out) {
-    Arena count(nullptr);
     const auto mod = make_mod(problem);
-    make_rows(problem, nullptr, mod.get(), count);
-    const std::unique_ptr<double[]> memory(new double[count.used() / sizeof(double)]);
+    const int threads = max_threads();
+    const std::unique_ptr<double[]> memory(new double[bytes_for(problem, Pass::forward, threads) / sizeof(double)]);
     Arena arena(memory.get());
     const Problem text_only = without_bands(problem);
     const BoundMask mask(text_only);
-    auto slots = make_rows(problem, &mask, mod.get(), arena);
+    auto slots = make_rows(problem, &mask, mod.get(), arena, threads);
 
     const auto num_rows = static_cast<int64_t>(rows.size()), num_heads = static_cast<int64_t>(heads.size());
     parallel_for(problem.batch * num_heads * num_rows, [&](int64_t item, int slot) {

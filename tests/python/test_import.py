@@ -88,17 +88,3 @@ def test_public_names_exist_and_are_documented():
     for name in tilewise.ops.__all__:
         assert getattr(tilewise.ops, name).__doc__, name
     assert Path(tilewise.__file__).with_name("py.typed").exists()
-
-
-def test_a_process_forked_after_use_still_works():
-    code = """
-import multiprocessing as mp, numpy as np, tilewise
-q = np.random.default_rng(0).standard_normal((2, 300, 4, 16)).astype(np.float32)
-expected = tilewise.attention(q, q, q, causal=True)
-def work(n):
-    return bool((tilewise.attention(q, q, q, causal=True) == expected).all())
-with mp.get_context("fork").Pool(2) as pool:
-    print(pool.map_async(work, range(4)).get(timeout=120))
-"""
-    done = python(code)
-    assert done.stdout.strip() == "[True, True, True, True]", done.stdout + done.stderr
