@@ -1,6 +1,10 @@
 #include "harness.hpp"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -483,7 +487,115 @@ private:
     std::vector<Block> blocks_;
 };
 
+// Copies of host memory between two pages that cannot be touched.
+class GuardedPages {
+public:
+    explicit GuardedPages(Guard guard) : guard_(guard) {}
+    ~GuardedPages() {
+        for (const Block& block : blocks_) munmap(block.map, block.mapped);
+    }
+    GuardedPages(const GuardedPages&) = delete;
+    GuardedPages& operator=(const GuardedPages&) = delete;
+
+    // `data` null: bytes of poison. What was placed before keeps its place.
+    std::byte* place(const void* data, size_t bytes, bool writable, size_t alignment = 1) {
+        for (const Block& block : blocks_) {
+            if (data && block.from == data) return block.to;
+        }
+        const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        const size_t inner = (bytes + page - 1) / page * page, mapped = inner + 2 * page;
+        void* const map = mmap(nullptr, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (map == MAP_FAILED) throw std::bad_alloc();
+        std::byte* const first = static_cast<std::byte*>(map) + page;
+        std::byte* const to = guard_ == Guard::begin ? first : first + (inner - bytes) / alignment * alignment;
+        blocks_.push_back({map, mapped, data, to, bytes});
+        if (inner == 0) return to;
+        mprotect(first, inner, PROT_READ | PROT_WRITE);
+        std::fill_n(first, inner, std::byte{0xff});
+        if (data) std::memcpy(to, data, bytes);
+        if (!writable) mprotect(first, inner, PROT_READ);
+        return to;
+    }
+    template <class T>
+    const T* list(const T* data, size_t count) {
+        return reinterpret_cast<const T*>(place(data, count * sizeof(T), false));
+    }
+    // From its lowest element to its highest, and not a byte more.
+    void place(tilewise_tensor& t, bool writable) {
+        if (t.dtype == TILEWISE_NONE) return;
+        int64_t low = 0, high = 1;
+        for (int axis = 0; axis < t.rank; ++axis) {
+            if (t.shape[axis] == 0) high = low = 0;
+        }
+        for (int axis = 0; axis < t.rank && high > low; ++axis)
+            (t.strides[axis] < 0 ? low : high) += t.strides[axis] * (t.shape[axis] - 1);
+        const int64_t width = core::size_of(static_cast<DType>(t.dtype));
+        std::byte* const lowest = static_cast<std::byte*>(t.data) + low * width;
+        t.data = place(lowest, static_cast<size_t>((high - low) * width), writable) - low * width;
+    }
+    // To where everything that is writable came from.
+    void copy_back(std::vector<Buffer>& outputs) const {
+        for (Buffer& output : outputs) {
+            for (const Block& block : blocks_) {
+                if (output.present() && block.from == output.view().data)
+                    std::memcpy(output.view().data, block.to, block.bytes);
+            }
+        }
+    }
+
+private:
+    struct Block {
+        void* map;
+        size_t mapped;
+        const void* from;
+        std::byte* to;
+        size_t bytes;
+    };
+    Guard guard_;
+    std::vector<Block> blocks_;
+};
+
+// All tensors that a problem and its arguments name, but for the lists of arrays.
+template <class F>
+void for_each_tensor(tilewise_problem& raw, tilewise_forward_args& forward, tilewise_backward_args& args, const F& f) {
+    for (tilewise_tensor* tensor : {&raw.q,
+                                    &raw.k,
+                                    &raw.v,
+                                    &raw.bias,
+                                    &raw.alibi_slopes,
+                                    &raw.sinks,
+                                    &raw.cu_seqlens_q,
+                                    &raw.cu_seqlens_kv,
+                                    &raw.seqused_q,
+                                    &raw.seqused_kv,
+                                    &raw.leftpad_kv,
+                                    &raw.q_offset,
+                                    &forward.o,
+                                    &forward.lse,
+                                    &args.d_o,
+                                    &args.o,
+                                    &args.lse,
+                                    &args.dlse,
+                                    &args.dq,
+                                    &args.dk,
+                                    &args.dv,
+                                    &args.dbias,
+                                    &args.dalibi_slopes,
+                                    &args.dsinks}) {
+        f(*tensor);
+    }
+}
+
 }  // namespace
+
+std::vector<uint64_t> Case::Results::bits() const {
+    std::vector<uint64_t> all;
+    for (const Buffer& output : outputs) {
+        for (int64_t n = 0; output.present() && n < output.size(); ++n)
+            all.push_back(std::bit_cast<uint64_t>(output.get(n)));
+    }
+    return all;
+}
 
 std::vector<std::string> available_implementations() {
     std::vector<std::string> names{"cpu_tiled"};
@@ -491,7 +603,7 @@ std::vector<std::string> available_implementations() {
     return names;
 }
 
-Case::Results Case::run(const std::string& implementation, bool wide) {
+Case::Results Case::run(const std::string& implementation, bool wide, Guard guard) {
     tilewise_problem raw = wide ? wide_raw_ : raw_;
     backend_ = implementation;
     const bool standard = implementation == "standard";
@@ -538,9 +650,30 @@ Case::Results Case::run(const std::string& implementation, bool wide) {
     }
     args.darrays = darrays.data();
 
+    GuardedPages pages(guard);
+    std::vector<tilewise_tensor> arrays(raw.arrays, raw.arrays + raw.num_arrays);
+    if (guard != Guard::none) {
+        const auto place = [&](tilewise_tensor& tensor) {
+            const bool writable = std::any_of(results.outputs.begin(), results.outputs.end(),
+                                              [&](const Buffer& buffer) { return buffer.view().data == tensor.data; });
+            pages.place(tensor, writable);
+        };
+        for_each_tensor(raw, forward_args, args, place);
+        for (tilewise_tensor& tensor : arrays) place(tensor);
+        for (tilewise_tensor& tensor : darrays) place(tensor);
+        raw.arrays = pages.list(arrays.data(), arrays.size()),
+        args.darrays = pages.list(darrays.data(), darrays.size());
+        raw.scalars = pages.list(raw.scalars, static_cast<size_t>(raw.num_scalars));
+        for (const char** text : {&raw.mask, &raw.score_mod}) {
+            if (*text) *text = pages.list(*text, std::strlen(*text) + 1);
+        }
+    }
+    const core::Problem placed = core::make_problem(raw);
+
     // Workspaces arrive full of NaN bits.
     std::vector<std::byte> memory;
     const auto workspace = [&](size_t bytes) {
+        if (guard != Guard::none) return core::Workspace{pages.place(nullptr, bytes, true, 64), bytes};
         memory.assign(bytes + 64, std::byte{0xff});
         auto address = reinterpret_cast<uintptr_t>(memory.data());
         return core::Workspace{memory.data() + (64 - address % 64) % 64, bytes};
@@ -551,13 +684,15 @@ Case::Results Case::run(const std::string& implementation, bool wide) {
         standard_forward(p, core::make_forward_args(p, raw, forward_args));
         standard_backward(p, core::make_backward_args(p, raw, args));
     } else {
-        const core::Choice choice = core::choose(p, core::Pass::forward);
+        const core::Choice choice = core::choose(placed, core::Pass::forward);
         if (!choice.implementation) throw core::Error(core::Status::unsupported, choice.refusals.at(0).reason);
-        choice.implementation->forward(p, core::make_forward_args(p, raw, forward_args),
-                                       workspace(choice.implementation->workspace_bytes(p, core::Pass::forward)));
-        choice.implementation->backward(p, core::make_backward_args(p, raw, args),
-                                        workspace(choice.implementation->workspace_bytes(p, core::Pass::backward)));
+        choice.implementation->forward(placed, core::make_forward_args(placed, raw, forward_args),
+                                       workspace(choice.implementation->workspace_bytes(placed, core::Pass::forward)));
+        choice.implementation->backward(
+            placed, core::make_backward_args(placed, raw, args),
+            workspace(choice.implementation->workspace_bytes(placed, core::Pass::backward)));
     }
+    pages.copy_back(results.outputs);
     return results;
 }
 
@@ -569,32 +704,7 @@ void Case::run_on_gpu(tilewise_problem raw, tilewise_forward_args forward_args, 
     for (Buffer& output : results.outputs) mirror.add(output.memory());
     raw.device_type = TILEWISE_CUDA;
     raw.backend = backend_.c_str();
-    for (tilewise_tensor* tensor : {&raw.q,
-                                    &raw.k,
-                                    &raw.v,
-                                    &raw.bias,
-                                    &raw.alibi_slopes,
-                                    &raw.sinks,
-                                    &raw.cu_seqlens_q,
-                                    &raw.cu_seqlens_kv,
-                                    &raw.seqused_q,
-                                    &raw.seqused_kv,
-                                    &raw.leftpad_kv,
-                                    &raw.q_offset,
-                                    &forward_args.o,
-                                    &forward_args.lse,
-                                    &args.d_o,
-                                    &args.o,
-                                    &args.lse,
-                                    &args.dlse,
-                                    &args.dq,
-                                    &args.dk,
-                                    &args.dv,
-                                    &args.dbias,
-                                    &args.dalibi_slopes,
-                                    &args.dsinks}) {
-        *tensor = mirror.translate(*tensor);
-    }
+    for_each_tensor(raw, forward_args, args, [&](tilewise_tensor& tensor) { tensor = mirror.translate(tensor); });
     std::vector<tilewise_tensor> arrays, darrays;
     for (int n = 0; n < raw.num_arrays; ++n) {
         arrays.push_back(mirror.translate(raw.arrays[n]));

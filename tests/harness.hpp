@@ -53,6 +53,10 @@ struct Space {
     bool tma = false;    // what fwd_sm90 takes: rows at multiples of 16 bytes, in v and o full; bands and documents
 };
 
+// Where run() puts what it hands over: as it is, or every array, text and workspace between pages that nobody may
+// touch, beginning right behind the first of them or ending right before the second. Inputs cannot be written there.
+enum class Guard { none, begin, end };
+
 // One random problem with everything it points to.
 class Case {
 public:
@@ -69,9 +73,10 @@ public:
     struct Results {
         std::vector<std::string> names;
         std::vector<Buffer> outputs;  // o, lse, dq, dk, dv, dbias, dalibi_slopes, dsinks, darrays...
+        [[nodiscard]] std::vector<uint64_t> bits() const;  // of every element
     };
-    // `wide`: fp64 copies of all float tensors.
-    Results run(const std::string& implementation, bool wide);
+    // `wide`: fp64 copies of all float tensors. `guard`: on the CPU.
+    Results run(const std::string& implementation, bool wide, Guard guard = Guard::none);
 
 private:
     tilewise_problem raw_{}, wide_raw_{};

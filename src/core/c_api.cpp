@@ -21,26 +21,39 @@ struct tilewise_plan {
 
 namespace {
 
-thread_local std::string last_error;
+thread_local std::string kept_error;
+thread_local const char* last_error = "";  // kept_error, or a literal
+
+constexpr const char* kOutOfMemory = "out of memory: the host could not allocate. Free memory, or split the problem.";
+
+// Where memory is short there may be none for the text either.
+tilewise_status failed(Status status, const char* before, const char* what, const char* after) noexcept {
+    try {
+        last_error = kept_error.assign(before).append(what).append(after).c_str();
+        return static_cast<tilewise_status>(status);
+    } catch (...) {
+        last_error = kOutOfMemory;
+        return TILEWISE_OUT_OF_MEMORY;
+    }
+}
 
 template <class Body>
 tilewise_status guarded(Body body) {
     try {
         body();
-        last_error.clear();
+        last_error = "";
         return TILEWISE_OK;
     } catch (const Error& error) {
-        last_error = error.what();
-        return static_cast<tilewise_status>(error.status());
+        return failed(error.status(), "", error.what(), "");
     } catch (const std::bad_alloc&) {
-        last_error = "out of memory: the host could not allocate. Free memory, or split the problem.";
+        last_error = kOutOfMemory;
         return TILEWISE_OUT_OF_MEMORY;
     } catch (const std::exception& error) {
-        last_error = std::string("internal error: ") + error.what() + ". Please report it with the call that led here.";
-        return TILEWISE_INTERNAL;
+        return failed(Status::internal, "internal error: ", error.what(),
+                      ". Please report it with the call that led here.");
     } catch (...) {
-        last_error = "internal error of unknown kind. Please report it with the call that led here.";
-        return TILEWISE_INTERNAL;
+        return failed(Status::internal, "internal error of unknown kind", "",
+                      ". Please report it with the call that led here.");
     }
 }
 
@@ -48,6 +61,15 @@ template <class T>
 const T& given(const T* pointer, const char* argument) {
     if (pointer == nullptr) refuse(argument, "a null pointer", "a pointer to an initialised struct or value");
     return *pointer;
+}
+
+// Before a byte of it is read that a caller of another version may not have.
+const tilewise_problem& given_problem(const tilewise_problem* problem) {
+    const tilewise_problem& p = given(problem, "problem");
+    if (p.struct_size == sizeof p) return p;
+    throw Error(Status::version_mismatch, "problem.struct_size: got " + std::to_string(p.struct_size) +
+                                              "; allowed: " + std::to_string(sizeof p) +
+                                              ". Start from tilewise_problem_init of the same header.");
 }
 
 std::string given_text(const char* text) { return text ? text : ""; }
@@ -78,7 +100,7 @@ extern "C" {
 
 uint32_t tilewise_abi_version(void) { return TILEWISE_ABI_VERSION; }
 const char* tilewise_version(void) { return TILEWISE_VERSION_STRING; }
-const char* tilewise_last_error(void) { return last_error.c_str(); }
+const char* tilewise_last_error(void) { return last_error; }
 
 void tilewise_problem_init(tilewise_problem* problem) {
     if (problem == nullptr) return;
@@ -187,11 +209,7 @@ tilewise_status tilewise_attn_probs(const tilewise_problem* problem, const tilew
                                     int64_t num_rows, const int64_t* heads, int64_t num_heads,
                                     const tilewise_tensor* out) {
     return guarded([&] {
-        tilewise_problem raw = given(problem, "problem");
-        if (raw.struct_size != sizeof(tilewise_problem)) {
-            throw Error(Status::version_mismatch, "problem.struct_size: got " + std::to_string(raw.struct_size) +
-                                                      "; allowed: " + std::to_string(sizeof(tilewise_problem)) + ".");
-        }
+        tilewise_problem raw = given_problem(problem);
         raw.v = raw.k;  // probabilities do not depend on v
         const Problem p = make_problem(raw);
         require_host(p);
@@ -237,7 +255,7 @@ tilewise_status tilewise_merge(const tilewise_tensor* o_parts, const tilewise_te
 tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, int64_t h, int64_t tile_m,
                                     int64_t tile_n, uint8_t* out, size_t capacity, size_t* count) {
     return guarded([&] {
-        const Problem p = make_problem(given(problem, "problem"));
+        const Problem p = make_problem(given_problem(problem));
         require_host(p);
         if (count == nullptr) refuse("count", "a null pointer", "a pointer to receive the number of tiles");
         if (b < 0 || b >= p.batch) refuse("b", std::to_string(b), "0 to batch - 1 = " + std::to_string(p.batch - 1));
@@ -246,6 +264,8 @@ tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, 
         if (tile_m < 1 || tile_n < 1)
             refuse("tile_m, tile_n", std::to_string(tile_m) + ", " + std::to_string(tile_n), ">= 1");
         const Sequence& s = p.sequences[static_cast<size_t>(b)];
+        tile_m = std::min(tile_m, std::max<int64_t>(s.q_len, 1)),
+        tile_n = std::min(tile_n, std::max<int64_t>(s.kv_len, 1));
         const int64_t rows = (s.q_len + tile_m - 1) / tile_m, columns = (s.kv_len + tile_n - 1) / tile_n;
         *count = static_cast<size_t>(rows * columns);
         if (out == nullptr) return;
@@ -277,7 +297,11 @@ tilewise_status tilewise_set_num_threads(int32_t count) {
     });
 }
 
-int32_t tilewise_num_threads(void) { return num_threads(); }
+int32_t tilewise_num_threads(void) {
+    int32_t count = 1;
+    guarded([&] { count = num_threads(); });
+    return count;
+}
 
 tilewise_status tilewise_set_nvrtc_path(const char* directories) {
     return guarded([&] {
@@ -296,7 +320,7 @@ tilewise_status tilewise_compile(const tilewise_problem* problem, tilewise_pass 
                                  const char* directory, char* report, size_t capacity, size_t* needed) {
     return guarded([&] {
         check_pass(pass);
-        tilewise_problem raw = given(problem, "problem");
+        tilewise_problem raw = given_problem(problem);
         raw.device_type = TILEWISE_CUDA;
         const Problem p = make_problem(raw, false);
         const size_t size = copy_text(

@@ -58,6 +58,7 @@ RowEvaluator<T>& evaluator_of(uint64_t id, const RowProgram& program) {
         constexpr size_t kAlign = 64;
         const size_t bytes = static_cast<size_t>(program.scratch_bytes(kMaskPiece, sizeof(T)));
         slot.evaluator.reset();
+        slot.id = 0;  // nobody's, should what follows fail
         if (slot.scratch.size() < bytes + kAlign) slot.scratch.resize(bytes + kAlign);
         void* aligned = slot.scratch.data();
         size_t space = slot.scratch.size();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 
 #include "dropout.hpp"
@@ -108,6 +109,15 @@ void require_lengths(const Array& cu, const char* argument, int64_t total) {
         refuse(argument, "last entry " + std::to_string(previous),
                "at most the number of tokens, " + std::to_string(total));
     }
+}
+
+// What positions can be added to without overflow.
+int64_t position(int64_t q_offset, int64_t entry = -1) {
+    if (std::abs(static_cast<double>(q_offset)) > 0x1p52) {
+        const std::string where = entry < 0 ? "" : "entry " + std::to_string(entry) + " = ";
+        refuse("q_offset", where + std::to_string(q_offset), "a position within +-2^52");
+    }
+    return q_offset;
 }
 
 Grid4 broadcast_grid(const Array& array, const char* argument, const Problem& p, bool lengths_known) {
@@ -280,7 +290,9 @@ Array make_array(const tilewise_tensor& tensor, const char* argument) {
         }
         elements *= tensor.shape[d];
         array.shape[d] = tensor.shape[d];
-        array.stride[d] = tensor.strides[d];
+        // Nobody follows the stride of an axis of one, so it may be any number: products with it must not overflow.
+        const bool followed = tensor.shape[d] > 1 || std::abs(static_cast<double>(tensor.strides[d])) <= 0x1p40;
+        array.stride[d] = followed ? tensor.strides[d] : 0;
     }
     return array;
 }
@@ -334,7 +346,7 @@ void read_lengths(Problem& p) {
         switch (p.q_offset_mode) {
             case TILEWISE_BOTTOM_RIGHT: s.q_offset = s.kv_len - s.q_len; break;
             case TILEWISE_OFFSET_VALUE: s.q_offset = p.q_offset_value; break;
-            case TILEWISE_OFFSET_ARRAY: s.q_offset = element(p.q_offsets, b); break;
+            case TILEWISE_OFFSET_ARRAY: s.q_offset = position(element(p.q_offsets, b), b); break;
             default: s.q_offset = 0;
         }
         p.max_seqlen_q = std::max(p.max_seqlen_q, s.q_len);
@@ -437,12 +449,7 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     switch (raw.q_offset_mode) {
         case TILEWISE_BOTTOM_RIGHT:
         case TILEWISE_TOP_LEFT: break;
-        case TILEWISE_OFFSET_VALUE:
-            if (std::abs(static_cast<double>(raw.q_offset_value)) > 0x1p52) {
-                refuse("q_offset", std::to_string(raw.q_offset_value), "a position within +-2^52");
-            }
-            p.q_offset_value = raw.q_offset_value;
-            break;
+        case TILEWISE_OFFSET_VALUE: p.q_offset_value = position(raw.q_offset_value); break;
         case TILEWISE_OFFSET_ARRAY:
             p.q_offsets = per_sequence(raw.q_offset, "q_offset", p.batch);
             if (!p.q_offsets) refuse("q_offset", "nothing", "an integer array [batch], since q_offset_mode says so");
@@ -478,6 +485,21 @@ Problem make_problem(const tilewise_problem& raw, bool with_data) {
     require_finite(p.softmax_scale, "softmax_scale");
     require_finite(raw.softcap, "softcap");
     if (raw.softcap < 0) refuse("softcap", std::to_string(raw.softcap), "a positive number, or 0 for none");
+    if (p.accumulator() == DType::f32) {
+        // Scores are float32: what is infinite or 0 there makes them NaN.
+        using Limits = std::numeric_limits<float>;
+        const auto seen = [](double value) {
+            char text[32];
+            std::snprintf(text, sizeof text, "%g", value);
+            return std::string(text);
+        };
+        if (std::abs(p.softmax_scale) > Limits::max()) {
+            refuse("softmax_scale", seen(p.softmax_scale), "a number that float32 holds, up to 3.4e38 in size");
+        }
+        if (raw.softcap > Limits::max() || (raw.softcap > 0 && raw.softcap < Limits::min())) {
+            refuse("softcap", seen(raw.softcap), "a number that float32 holds, 1.2e-38 to 3.4e38, or 0 for none");
+        }
+    }
     p.softcap = raw.softcap;
     if (raw.causal != 0 && raw.causal != 1) refuse("causal", std::to_string(raw.causal), "0 or 1");
     p.causal = raw.causal != 0;

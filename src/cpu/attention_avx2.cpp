@@ -30,4 +30,7 @@
 #include "backward.inl"
 
 #include "kernels.inl"
+#if defined(__clang__)
+#pragma clang attribute pop  // of the room
+#endif
 #endif

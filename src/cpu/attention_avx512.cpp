@@ -29,4 +29,7 @@
 #include "backward.inl"
 
 #include "kernels.inl"
+#if defined(__clang__)
+#pragma clang attribute pop  // of the room
+#endif
 #endif

@@ -270,6 +270,15 @@ void array_gradients(const BackwardCall& w, const BackwardKernelsOf<T>& kernel, 
     }
 }
 
+// Arrays that only a mask reads, or nothing.
+void clear_array(const Array& out) {
+    for (int64_t k = 0; k < out.size(); ++k) {
+        int64_t at = 0, rest = k;
+        for (int d = out.rank - 1; d >= 0; rest /= out.shape[d--]) at += rest % out.shape[d] * out.stride[d];
+        core::store_float(out.data, out.dtype, at, 0);
+    }
+}
+
 template <class T>
 void backward_of(const Problem& p, const BackwardArgs& args, const Programs& programs, core::Workspace workspace) {
     const int64_t threads = max_threads();
@@ -329,7 +338,11 @@ void backward_of(const Problem& p, const BackwardArgs& args, const Programs& pro
     w.slopes = nullptr;
     if (args.dbias && !w.direct_bias) bias_gradient(w, kernel, scratch, scratch_stride);
     w.direct_bias = false;
-    if (want_arrays) array_gradients(w, kernel, arrays, layout.chunks, scratch, scratch_stride);
+    if (want_arrays) {
+        array_gradients(w, kernel, arrays, layout.chunks, scratch, scratch_stride);
+    } else {
+        std::for_each(args.darrays.begin(), args.darrays.end(), clear_array);
+    }
 }
 
 }  // namespace

@@ -51,7 +51,10 @@ int run_test() {
                          failed);
     }
     std::fprintf(stderr, "\n");
-    std::printf("%lld passed, %d failed\n", static_cast<long long>(cases - failed), failed);
+    std::printf("%lld passed, %d failed: seeds %s to %lld", static_cast<long long>(cases - failed), failed,
+                settings["seed"].c_str(), static_cast<long long>(number("seed") + cases - 1));
+    for (const char* key : {"impl", "isa", "dtype", "seqlen", "dim"}) std::printf(" %s=%s", key, settings[key].c_str());
+    std::printf("\n");
     return failed ? 1 : 0;
 }
 
