@@ -36,6 +36,15 @@ TW_DEVICE int as_unknown(int x) {
     return x;
 }
 
+// A barrier of whole warps, id 1 to 15, for `count` threads. Unlike at __syncthreads, each may stand at a place of its own.
+TW_DEVICE void await_threads(int id, int count) {
+#ifdef TILEWISE_FAKE_CUDA
+    tw_barrier_sync(id, count);
+#else
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+#endif
+}
+
 TW_DEVICE Int minimum(Int a, Int b) { return a < b ? a : b; }
 TW_DEVICE Int maximum(Int a, Int b) { return a > b ? a : b; }
 TW_DEVICE Int clamp(Int x, Int low, Int high) { return x < low ? low : x > high ? high : x; }
