@@ -337,7 +337,8 @@ TEST_F(Threads, SettingsChangeMeanwhile) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Forks. ThreadSanitizer does not follow threads that a child starts.
+// Forks. ThreadSanitizer does not follow threads that a child starts. Under AddressSanitizer those of a child whose parent
+// was busy sometimes do not begin (one run in five; none in hundreds without it).
 
 #ifdef __has_feature
 #if __has_feature(thread_sanitizer)
@@ -368,6 +369,7 @@ TEST_F(Threads, ChildrenAndTheirsWork) {
     EXPECT_TRUE(works_on_several() && attention() == expected);
 }
 
+#ifndef __SANITIZE_ADDRESS__
 TEST_F(Threads, ForkWhileOthersWork) {
     cpu::set_num_threads(3);
     const std::vector<float> expected = attention();
@@ -407,6 +409,7 @@ TEST_F(Threads, ForkWhileOthersLookForTheRunTime) {
     for (std::thread& thread : others) thread.join();
     EXPECT_TRUE(good);
 }
+#endif
 
 #endif
 

@@ -87,6 +87,27 @@ TW_DEVICE Block block_of(const Params& params, int i0, int head) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Producer
 
+struct SequenceTiles {  // of queries of one head; tiles are counted over all sequences
+    int b;              // < 0: there are no more
+    Word before, count;
+};
+// A warp: the sequence with this tile.
+TW_DEVICE SequenceTiles sequence_of(const abi::Problem& p, Word tile) {
+    if (!p.sequences) {
+        const Word count = static_cast<Word>(ceil_div(p.q_rows, Int{kTileQ})), b = tile / count;
+        return {static_cast<int>(b), b * count, count};
+    }
+    const auto before = [&](int b) { return static_cast<Word>(p.sequences[b].q_tiles_before); };
+    int low = 0, high = static_cast<int>(p.batch);  // before(low) <= tile < before(high)
+    if (tile >= before(high)) return {-1, 0, 0};
+    while (high - low > 1) {
+        const int step = (high - low + 31) / 32, at = low + (lane_id() + 1) * step;
+        low += __popc(__ballot_sync(0xffffffffu, at < high && before(at) <= tile)) * step;
+        high = low + step < high ? low + step : high;
+    }
+    return {low, before(low), before(low + 1) - before(low)};
+}
+
 // A warp: what tile of queries is next, and which keys it sees.
 TW_DEVICE void schedule(const Params& params, Shared& shared) {
     const abi::Problem& p = params.call.problem;
@@ -95,26 +116,30 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
     Ring<kWorks> works;
     if (lane == 0) Queue::open(plan.queue);
     const auto next = [&] {
+        // What a block takes long before it has time, another one might do sooner.
+        if (kAhead) shared.work_empty[works.at].wait(works.phase ^ 1u);
         int number = 0;
         if (lane == 0) number = Queue::next(plan.queue);
         return __shfl_sync(0xffffffffu, number, 0);
     };
     for (int number = static_cast<int>(blockIdx.x); number < plan.tiles; number = next()) {
-        const Word q_tiles = static_cast<Word>(plan.q_tiles), at_once = static_cast<Word>(plan.heads_at_once);
-        const Word all = static_cast<Word>(plan.tiles) / q_tiles, n = static_cast<Word>(number);
-        const Word section = n / (at_once * q_tiles), rest = n - section * (at_once * q_tiles);
-        const Word width = all - section * at_once < at_once ? all - section * at_once : at_once, row = rest / width;
-        const Word tile = plan.last_first ? q_tiles - 1 - row : row;
-        int head = static_cast<int>(section * at_once + rest - row * width), i0 = static_cast<int>(tile) * kTileQ;
-        if (kTable) {
-            const Place place = place_of(p, tile, true);
-            if (place.b < 0) continue;
-            head += static_cast<int>(place.b * p.num_heads_q), i0 = static_cast<int>(place.row);
+        Word n = static_cast<Word>(number), q_tiles = static_cast<Word>(plan.q_tiles), heads = static_cast<Word>(plan.tiles) / q_tiles;
+        int head = 0;
+        if (kTable) {  // one sequence after the other
+            heads = static_cast<Word>(p.num_heads_q);
+            const SequenceTiles sequence = sequence_of(p, n / heads);
+            if (sequence.b < 0) break;
+            n -= sequence.before * heads, q_tiles = sequence.count, head = sequence.b * static_cast<int>(heads);
         }
+        const Word at_once = static_cast<Word>(plan.heads_at_once);
+        const Word section = n / (at_once * q_tiles), rest = n - section * (at_once * q_tiles);
+        const Word width = heads - section * at_once < at_once ? heads - section * at_once : at_once, row = rest / width;
+        const Word tile = plan.last_first ? q_tiles - 1 - row : row;
+        head += static_cast<int>(section * at_once + rest - row * width);
+        const int i0 = static_cast<int>(tile) * kTileQ;
         const Block block = block_of(params, i0, head);
         const Site& site = block.site;
 
-        if (kAhead) shared.work_empty[works.at].wait(works.phase ^ 1u);
         Work& work = shared.work[works.at];
         if (lane == 0) {
             work.i0 = i0, work.head = head;

@@ -67,7 +67,8 @@ std::optional<Decision> decide(const Problem& p, const Program& program, std::st
     // Blocks that work at the same time share keys: all are on the heads of a group, or on as many as half of L2 holds,
     // so that the longest tiles of several heads come first.
     decision.unequal = program.mask.window_right >= 0 && program.mask.window_left < 0;
-    const int64_t bytes_of_head = 2 * p.kv_rows * (p.head_dim_qk + p.head_dim_v), group = p.group();
+    const int64_t keys = std::clamp<int64_t>(p.max_seqlen_kv, 1, p.kv_rows);
+    const int64_t bytes_of_head = 2 * keys * (p.head_dim_qk + p.head_dim_v), group = p.group();
     const int64_t fitting = static_cast<int64_t>(device.l2_bytes / 2) / bytes_of_head * group;
     decision.heads_at_once =
         decision.unequal ? std::clamp<int64_t>(fitting, group, decision.tiles / decision.q_tiles) : group;
