@@ -337,8 +337,8 @@ TEST_F(Threads, SettingsChangeMeanwhile) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Forks. ThreadSanitizer does not follow threads that a child starts. Under AddressSanitizer those of a child whose parent
-// was busy sometimes do not begin (one run in five; none in hundreds without it).
+// Forks. ThreadSanitizer does not follow threads that a child starts. Under AddressSanitizer those of a child whose
+// parent was busy sometimes do not begin (one run in five; none in hundreds without it).
 
 #ifdef __has_feature
 #if __has_feature(thread_sanitizer)

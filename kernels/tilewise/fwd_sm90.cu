@@ -115,9 +115,10 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
     const int lane = lane_id();
     Ring<kWorks> works;
     if (lane == 0) Queue::open(plan.queue);
+    bool is_long = false;
     const auto next = [&] {
         // What a block takes long before it has time, another one might do sooner.
-        if (kAhead) shared.work_empty[works.at].wait(works.phase ^ 1u);
+        if (kAhead && is_long) shared.work_empty[works.at].wait(works.phase ^ 1u);
         int number = 0;
         if (lane == 0) number = Queue::next(plan.queue);
         return __shfl_sync(0xffffffffu, number, 0);
@@ -140,6 +141,7 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
         const Block block = block_of(params, i0, head);
         const Site& site = block.site;
 
+        if (kAhead) shared.work_empty[works.at].wait(works.phase ^ 1u);
         Work& work = shared.work[works.at];
         if (lane == 0) {
             work.i0 = i0, work.head = head;
@@ -166,6 +168,7 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
             first = (static_cast<int>(site.kv_len) + kTileKV - 1) / kTileKV * kTileKV, count = 1;
         }
         if (lane == 0) work.first = first, work.count = count;
+        is_long = count > kLong;
         if (kBands && lane < kConsumers) {
             const KeyRange mine = keys_of(block, params.mask, lane * 64, lane * 64 + 63);
             work.rows[lane] = {mine.full_begin, mine.full_end, count > 1 && first + (count - 1) * kTileKV >= mine.end};
