@@ -36,12 +36,13 @@ TW_DEVICE int as_unknown(int x) {
     return x;
 }
 
-// A barrier of whole warps, id 1 to 15, for `count` threads. Unlike at __syncthreads, each may stand at a place of its own.
-TW_DEVICE void await_threads(int id, int count) {
+// A barrier for the `threads` of a block, at which its warps may stand at different places of the code: __syncthreads, and
+// bar.sync too, promise that all are at one.
+TW_DEVICE void await_block(int threads) {
 #ifdef TILEWISE_FAKE_CUDA
-    tw_barrier_sync(id, count);
+    tw_barrier_sync(1, threads);
 #else
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+    asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory");
 #endif
 }
 

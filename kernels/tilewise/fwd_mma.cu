@@ -484,7 +484,7 @@ TW_KERNEL(fwd_mma, Params, params) {
                 if (n > 0) return;
                 if (count() > 1) wait_for_copies<2>();
                 else wait_for_copies<0>();
-                await_threads(1, kThreads);
+                await_block(kThreads);
             };
             const int tile_class = class_of(n, now);
             if (kBands && tile_class == kSkip) {  // other warps see it

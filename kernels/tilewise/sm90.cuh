@@ -108,6 +108,12 @@ TW_DEVICE void fence_copies() {}
 TW_DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
+#ifdef TILEWISE_FAKE_CUDA
+TW_DEVICE void await_threads(int id, int count) { tw_barrier_sync(id, count); }
+#else
+TW_DEVICE void await_threads(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Products
 
