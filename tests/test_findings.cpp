@@ -53,6 +53,18 @@ TEST_F(Findings, GradientOfAnArrayThatNothingReadsIsZero) {
     }
 }
 
+// Rows that no sequence uses were looked for in an o without memory (seen with UndefinedBehaviorSanitizer).
+TEST_F(Findings, UnusedRowsOfAnEmptyOutput) {
+    Buffer used(DType::i64, {2}), none_v(DType::f32, {2, 7, 2, 0}), none_o(DType::f32, {2, 5, 2, 0});
+    used.set(0, 3), used.set(1, 5);
+    problem.backend = "cpu_tiled", problem.seqused_q = used.view(), problem.v = none_v.view();
+    forward.o = none_o.view();
+    problem.v.data = forward.o.data = nullptr;
+    lse.poison();
+    ASSERT_EQ(tilewise_forward(&problem, &forward), TILEWISE_OK) << tilewise_last_error();
+    for (int64_t row = 0; row < 5; ++row) EXPECT_EQ(std::isinf(lse.get(row)), row >= 3) << row;
+}
+
 // i + q_offset overflowed.
 TEST_F(Findings, OffsetsThatPositionsCannotBeAddedTo) {
     Buffer offsets(DType::i64, {2});

@@ -338,7 +338,7 @@ TEST_F(Threads, SettingsChangeMeanwhile) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forks. ThreadSanitizer does not follow threads that a child starts. Under AddressSanitizer those of a child whose
-// parent was busy sometimes do not begin (one run in five; none in hundreds without it).
+// parent was busy sometimes do not begin (in two of seven runs of the test; in none of eight without it).
 
 #ifdef __has_feature
 #if __has_feature(thread_sanitizer)

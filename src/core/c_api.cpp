@@ -63,13 +63,9 @@ const T& given(const T* pointer, const char* argument) {
     return *pointer;
 }
 
-// Before a byte of it is read that a caller of another version may not have.
 const tilewise_problem& given_problem(const tilewise_problem* problem) {
-    const tilewise_problem& p = given(problem, "problem");
-    if (p.struct_size == sizeof p) return p;
-    throw Error(Status::version_mismatch, "problem.struct_size: got " + std::to_string(p.struct_size) +
-                                              "; allowed: " + std::to_string(sizeof p) +
-                                              ". Start from tilewise_problem_init of the same header.");
+    check_size(given(problem, "problem"), "problem");
+    return *problem;
 }
 
 std::string given_text(const char* text) { return text ? text : ""; }
@@ -264,7 +260,7 @@ tilewise_status tilewise_mask_tiles(const tilewise_problem* problem, int64_t b, 
         if (tile_m < 1 || tile_n < 1)
             refuse("tile_m, tile_n", std::to_string(tile_m) + ", " + std::to_string(tile_n), ">= 1");
         const Sequence& s = p.sequences[static_cast<size_t>(b)];
-        tile_m = std::min(tile_m, std::max<int64_t>(s.q_len, 1)),
+        tile_m = std::min(tile_m, std::max<int64_t>(s.q_len, 1));
         tile_n = std::min(tile_n, std::max<int64_t>(s.kv_len, 1));
         const int64_t rows = (s.q_len + tile_m - 1) / tile_m, columns = (s.kv_len + tile_n - 1) / tile_n;
         *count = static_cast<size_t>(rows * columns);

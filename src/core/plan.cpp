@@ -90,15 +90,6 @@ private:
     DeviceMemory memory_;
 };
 
-template <class Args>
-void check_size(const Args& args, const char* what) {
-    if (args.struct_size != sizeof(Args)) {
-        throw Error(Status::version_mismatch,
-                    std::string(what) + ".struct_size: got " + std::to_string(args.struct_size) + "; allowed: " +
-                        std::to_string(sizeof(Args)) + ". Start from the tilewise_*_init function of the same header.");
-    }
-}
-
 // The address of a tensor as far as decisions depend on it: how it is aligned, and whether there is one.
 void* alignment_of(const void* data) {
     // NOLINTNEXTLINE(performance-no-int-to-ptr): it is compared, never followed

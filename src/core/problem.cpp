@@ -294,6 +294,7 @@ Array make_array(const tilewise_tensor& tensor, const char* argument) {
         const bool followed = tensor.shape[d] > 1 || std::abs(static_cast<double>(tensor.strides[d])) <= 0x1p40;
         array.stride[d] = followed ? tensor.strides[d] : 0;
     }
+    if (elements == 0) array.stride = {};  // nor those of a tensor without elements, whose data may be a null pointer
     return array;
 }
 

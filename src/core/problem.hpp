@@ -135,6 +135,16 @@ struct BackwardArgs {
 
 enum class Pass : int32_t { forward = 0, backward = 1 };
 
+// Of a struct of tilewise.h, before a byte of it is read that a caller of another version may not have.
+template <class Args>
+void check_size(const Args& args, const char* what) {
+    if (args.struct_size != sizeof(Args)) {
+        throw Error(Status::version_mismatch,
+                    std::string(what) + ".struct_size: got " + std::to_string(args.struct_size) + "; allowed: " +
+                        std::to_string(sizeof(Args)) + ". Start from the tilewise_*_init function of the same header.");
+    }
+}
+
 // All throw Error. `with_data` = false: pointers may be null and lengths held in arrays are not read. (Nor are those in
 // device memory.)
 Problem make_problem(const tilewise_problem& problem, bool with_data = true);

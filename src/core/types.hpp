@@ -55,6 +55,11 @@ struct Array {
         for (int d = 0; d < rank; ++d) n *= shape[d];
         return n;
     }
+    [[nodiscard]] int64_t offset(int64_t n) const {  // of element n in row-major order, in elements
+        int64_t at = 0;
+        for (int d = rank - 1; d >= 0; n /= shape[d--]) at += n % shape[d] * stride[d];
+        return at;
+    }
 };
 
 std::string describe(const Array& array);  // "float32 [2, 3, 4]"

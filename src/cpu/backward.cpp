@@ -262,9 +262,7 @@ void array_gradients(const BackwardCall& w, const BackwardKernelsOf<T>& kernel, 
             for (int64_t k = part * 4096; k < std::min(out.size(), (part + 1) * 4096); ++k) {
                 double sum = 0;
                 for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += sums[chunk * elements + first + k];
-                int64_t at = 0, rest = k;
-                for (int d = out.rank - 1; d >= 0; rest /= out.shape[d--]) at += rest % out.shape[d] * out.stride[d];
-                core::store_float(out.data, out.dtype, at, sum);
+                core::store_float(out.data, out.dtype, out.offset(k), sum);
             }
         });
     }
@@ -272,11 +270,7 @@ void array_gradients(const BackwardCall& w, const BackwardKernelsOf<T>& kernel, 
 
 // Arrays that only a mask reads, or nothing.
 void clear_array(const Array& out) {
-    for (int64_t k = 0; k < out.size(); ++k) {
-        int64_t at = 0, rest = k;
-        for (int d = out.rank - 1; d >= 0; rest /= out.shape[d--]) at += rest % out.shape[d] * out.stride[d];
-        core::store_float(out.data, out.dtype, at, 0);
-    }
+    for (int64_t k = 0; k < out.size(); ++k) core::store_float(out.data, out.dtype, out.offset(k), 0);
 }
 
 template <class T>

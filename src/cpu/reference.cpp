@@ -146,12 +146,8 @@ void store_shared(const Problem& problem, const BackwardArgs& args, const Shared
                                           shared.bias[n++]);
     }
     const auto store_array = [](const Array& target, const double* sums) {
-        for (int64_t n = 0; n < target.size(); ++n) {
-            int64_t offset = 0, rest = n;
-            for (int d = target.rank - 1; d >= 0; rest /= target.shape[d--])
-                offset += rest % target.shape[d] * target.stride[d];
-            core::store_float(target.data, target.dtype, offset, sums[n]);
-        }
+        for (int64_t n = 0; n < target.size(); ++n)
+            core::store_float(target.data, target.dtype, target.offset(n), sums[n]);
     };
     if (args.dalibi_slopes) store_array(args.dalibi_slopes, shared.slopes.data());
     if (args.dsinks) store_array(args.dsinks, shared.sinks.data());

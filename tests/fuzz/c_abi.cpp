@@ -250,34 +250,39 @@ private:
         }
     }
 
+    // What all calls write.
+    std::vector<tilewise_tensor*> outputs() {
+        return {&forward_.o,
+                &forward_.lse,
+                &backward_.dq,
+                &backward_.dk,
+                &backward_.dv,
+                &backward_.dbias,
+                &backward_.dalibi_slopes,
+                &backward_.dsinks};
+    }
+
     // One thing that is wrong: never so that more memory is meant than there is, which no library could notice.
     void damage() {
-        tilewise_tensor* const tensors[] = {&p_.q,
-                                            &p_.k,
-                                            &p_.v,
-                                            &p_.bias,
-                                            &p_.alibi_slopes,
-                                            &p_.sinks,
-                                            &p_.cu_seqlens_q,
-                                            &p_.cu_seqlens_kv,
-                                            &p_.seqused_q,
-                                            &p_.seqused_kv,
-                                            &p_.leftpad_kv,
-                                            &p_.q_offset,
-                                            &forward_.o,
-                                            &forward_.lse,
-                                            &backward_.d_o,
-                                            &backward_.o,
-                                            &backward_.lse,
-                                            &backward_.dlse,
-                                            &backward_.dq,
-                                            &backward_.dk,
-                                            &backward_.dv,
-                                            &backward_.dbias,
-                                            &backward_.dalibi_slopes,
-                                            &backward_.dsinks};
+        std::vector<tilewise_tensor*> tensors{&p_.q,
+                                              &p_.k,
+                                              &p_.v,
+                                              &p_.bias,
+                                              &p_.alibi_slopes,
+                                              &p_.sinks,
+                                              &p_.cu_seqlens_q,
+                                              &p_.cu_seqlens_kv,
+                                              &p_.seqused_q,
+                                              &p_.seqused_kv,
+                                              &p_.leftpad_kv,
+                                              &p_.q_offset,
+                                              &backward_.d_o,
+                                              &backward_.o,
+                                              &backward_.lse,
+                                              &backward_.dlse};
+        for (tilewise_tensor* const output : outputs()) tensors.push_back(output);
         comparable_ = false;
-        tilewise_tensor& t = *tensors[static_cast<size_t>(bytes_.below(std::size(tensors)))];
+        tilewise_tensor& t = *tensors[static_cast<size_t>(bytes_.below(static_cast<int64_t>(tensors.size())))];
         switch (bytes_.below(12)) {
             case 0: t.rank = static_cast<int32_t>(bytes_.below(2) ? bytes_.number() : std::max(0, t.rank - 1)); break;
             case 1:
@@ -403,15 +408,8 @@ private:
         std::vector<double> all;
         if (!ok(tilewise_forward(&p_, &forward_), "forward")) return all;
         if (!ok(tilewise_backward(&p_, &backward_), "backward")) return all;
-        std::vector<const tilewise_tensor*> outputs{&forward_.o,
-                                                    &forward_.lse,
-                                                    &backward_.dq,
-                                                    &backward_.dk,
-                                                    &backward_.dv,
-                                                    &backward_.dbias,
-                                                    &backward_.dalibi_slopes,
-                                                    &backward_.dsinks};
-        for (const tilewise_tensor& array : darrays_) {
+        std::vector<tilewise_tensor*> outputs = this->outputs();
+        for (tilewise_tensor& array : darrays_) {
             if (backward_.darrays) outputs.push_back(&array);
         }
         ends_.clear(), units_.clear();
