@@ -295,10 +295,13 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
             case 3: {
                 const int64_t documents = uniform(1, 5);
                 const bool sorted = chance(0.7);
+                const bool wide = index == DType::i64 && documents % 2 == 0;  // ids that differ in either half
                 const auto id = [&](int64_t rows) {
-                    return [this, documents, sorted, rows](int64_t n) {
+                    return [this, documents, sorted, rows, wide](int64_t n) {
                         if (chance(0.05)) return int64_t{-1};
-                        return sorted ? n * documents / std::max<int64_t>(rows, 1) : uniform(0, documents);
+                        const int64_t number =
+                            sorted ? n * documents / std::max<int64_t>(rows, 1) : uniform(0, documents);
+                        return wide ? number / 2 * (int64_t{1} << 32) + number % 2 : number;
                     };
                 };
                 const std::string q_ids = per_token(true, index, id(sizes.q));

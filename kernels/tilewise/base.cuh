@@ -216,10 +216,10 @@ struct Site {
     Int q_token, kv_token;  // index of query 0 and key 0 on the token axis of mask arrays
 };
 
-TW_DEVICE Site make_site(const abi::Problem& p, Int b, Int h) {
+TW_DEVICE Site make_site(const abi::Problem& p, const abi::Sequence* sequences, Int b, Int h) {
     Site site{b, h, quotient(h, maximum(quotient(p.num_heads_q, p.num_heads_kv), 1)), 0, p.q_rows, 0, p.kv_rows, 0, 0, 0};
-    if (p.sequences) {
-        const abi::Sequence& s = p.sequences[b];
+    if (sequences) {
+        const abi::Sequence& s = sequences[b];
         site.q_row0 = s.q_row0, site.q_len = s.q_len, site.kv_row0 = s.kv_row0, site.kv_len = s.kv_len;
         site.q_offset = s.q_offset;
         if (p.packed_q) site.q_token = s.q_row0;
@@ -230,6 +230,7 @@ TW_DEVICE Site make_site(const abi::Problem& p, Int b, Int h) {
     }
     return site;
 }
+TW_DEVICE Site make_site(const abi::Problem& p, Int b, Int h) { return make_site(p, p.sequences, b, h); }
 
 // Tile number n of one head, counted over all sequences: which sequence, and which row it starts at. b < 0: no such.
 struct Place {

@@ -57,14 +57,32 @@ TW_DEVICE void apply_options(Scores& s, const ScoreContext& score, const Block& 
     }
 }
 
-// Bit n of seen[c] says whether the row sees column 8 n + c of those that this thread has, as far as its hull goes.
-TW_DEVICE void see_hull(Word (&seen)[2], const Block& block, const MaskData& mask, int row, Int j0) {
-    const Int i = minimum(block.query(row), block.site.q_len - 1);
-    const Range keys = key_hull(block.p, mask, block.site, i, i + 1);
-    const int first = static_cast<int>(clamp(keys.begin - j0, 0, kTileKV)) - column_of(0, 0);
-    const int end = static_cast<int>(clamp(keys.end - j0, 0, kTileKV)) - column_of(0, 0);
+// Bit n of seen[r][c] says whether row r of this thread sees column 8 n + c of those that it has, as far as its hull goes.
+TW_DEVICE void see_hulls(Word (&seen)[kRowsPerThread][2], const Block& block, const MaskData& mask, Int j0) {
+    const Site& site = block.site;
+    // Counted from j0 numbers of 32 bits do: what is further away than a tile and a block of queries is beyond either end.
+    constexpr int kBeyond = 1 << 20;
+    static_assert(kTileKV / 8 < 32, "a bit for each column, and one beyond");
+    const auto from_j0 = [&](Int j) { return static_cast<int>(clamp(j - j0, -kBeyond, kBeyond)); };
+    const auto between = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
+    const Range window = window_keys(block.p.window_left, block.p.window_right, block.i0 + site.q_offset);
+    const int begin = from_j0(window.begin), end = from_j0(window.end), last = between(from_j0(site.kv_len), 0, kTileKV);
 #pragma unroll
-    for (int c = 0; c < 2; ++c) seen[c] = bits_below((end - c + 7) >> 3) & ~bits_below((first - c + 7) >> 3);
+    for (int r = 0; r < kRowsPerThread; ++r) {
+        const Int i = block.query(row_of(r));
+        const int queries = static_cast<int>(i - block.i0);  // the window of each begins and ends one key later
+        int first = begin + queries, behind = end + queries;
+        if constexpr (kChunks) {
+            const Range hull = key_hull(block.p, mask, site, i, i + 1);
+            first = from_j0(hull.begin), behind = from_j0(hull.end);
+        }
+        first = between(first, 0, last), behind = between(behind, first, last);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const auto at = [&](int key) { return 1u << ((key - column_of(0, c) + 7) >> 3); };
+            seen[r][c] = at(behind) - at(first);
+        }
+    }
 }
 TW_DEVICE void hide(Scores& s, const Word (&seen)[kRowsPerThread][2]) {
 #pragma unroll

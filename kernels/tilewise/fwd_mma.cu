@@ -216,8 +216,7 @@ TW_DEVICE void finish_scores(Scores& s, const ScoreContext& score, const Block& 
     if constexpr (!kRaw && !kByElement) apply_options(s, score, block, j0);
     if ((kBands || kDocuments) && tile_class != kFull) {
         Word seen[kRowsPerThread][2];
-#pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) see_hull(seen[r], block, score.mask, row_of(r), j0);
+        see_hulls(seen, block, score.mask, j0);
         if constexpr (kDocuments) {
             DocumentId document[kRowsPerThread];
 #pragma unroll

@@ -43,7 +43,7 @@ struct TileList {
 
 struct Work {  // one tile of queries
     int i0, head;  // its first query, and its head among those of all sequences
-    Site site;     // where lengths are in device memory
+    Site site;     // where it is found out ahead
     int q_row, q_batch, h, kv_row, kv_batch, head_kv;  // where it lies in q, and its key 0 in k and v
     int kv_len;
     int first, count;  // tiles of keys: where they start, how many there are; 0: there is no more work
@@ -52,6 +52,7 @@ struct Work {  // one tile of queries
         int passes;                // bands: it sees nothing of the last tile, and another one comes
     } rows[kConsumers];
     TileList list;
+    TokenIds queries, keys;  // of its sequence, where the mask is of documents
 };
 // Where it takes a while to find out what is next, it is found out while there is work still.
 constexpr bool kAhead = kTable || !kBands;
@@ -81,7 +82,7 @@ struct Params {
 TW_DEVICE Block block_of(const Params& params, int i0, int head) {
     const abi::Problem& p = params.call.problem;
     const Word heads = static_cast<Word>(p.num_heads_q), b = static_cast<Word>(head) / heads, h = static_cast<Word>(head) - b * heads;
-    return {p, 1, h, i0, make_site(p, b, h)};
+    return {p, 1, h, i0, make_site(p, kTable ? p.sequences : nullptr, b, h)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +150,8 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
             work.h = static_cast<int>(site.h), work.head_kv = static_cast<int>(site.head_kv);
             work.kv_row = static_cast<int>(site.kv_row0), work.kv_batch = static_cast<int>(batch_of(p.packed_kv, site.b));
             work.kv_len = static_cast<int>(site.kv_len);
-            if (kTable) work.site = site;
+            if (kAhead) work.site = site;
+            if (kDocuments) work.queries = query_documents(params.mask, site), work.keys = key_documents(params.mask, site);
         }
         const KeyRange seen = keys_of(block, params.mask, 0, block.rows() - 1);
         int first = seen.begin / kTileKV * kTileKV, count = seen.end > seen.begin ? (seen.end - first + kTileKV - 1) / kTileKV : 0;
@@ -307,25 +309,44 @@ TW_DEVICE void clear_rows(Half (&v)[kPanelsV][kTileKV * kPanel], int rows, int g
     await_threads(1 + group, 128);
 }
 
-// Bits of keys that the rows' documents do not have go. A lane reads the ids of every 32nd key, and shows them to others.
-TW_DEVICE void see_documents(Word (&seen)[kRowsPerThread][2], const Block& block, const MaskData& mask, int j0) {
-    const Site& site = block.site;
-    const TokenIds queries = query_documents(mask, site), keys = key_documents(mask, site);
-    DocumentId ids[(kTileKV + 31) / 32], document[kRowsPerThread];
+// Bits of keys that the rows' documents do not have go. A lane reads the ids of every 32nd key, and shows them to others:
+// their low words, and the high ones only if those differ.
+TW_DEVICE void see_documents(Word (&seen)[kRowsPerThread][2], const Work& work, int j0) {
+    constexpr int kReads = (kTileKV + 31) / 32, kWords = sizeof(DocumentId) / sizeof(Word);
+    const int last_key = work.kv_len - 1, last_query = static_cast<int>(work.site.q_len) - 1;
+    const auto at_most = [](int n, int limit) { return n < limit ? n : limit; };
+    Word of_key[kReads], of_row[kRowsPerThread];
+#pragma unroll 1
+    for (int word = 0; word < kWords; ++word) {
+        int high = 0;
+        bool same = true;
+        const auto part = [&](DocumentId id, bool is_first) {
+            if (kWords == 1) return static_cast<Word>(id);
+            const int above = static_cast<int>(Int{id} >> 32);
+            if (is_first) high = __shfl_sync(0xffffffffu, above, 0);
+            same &= above == high;
+            return word == 0 ? static_cast<Word>(id) : static_cast<Word>(above);
+        };
 #pragma unroll
-    for (int n = 0; n < (kTileKV + 31) / 32; ++n) ids[n] = key_document(keys, minimum(j0 + n * 32 + lane_id(), site.kv_len - 1));
+        for (int n = 0; n < kReads; ++n) of_key[n] = part(key_document(work.keys, at_most(j0 + n * 32 + lane_id(), last_key)), n == 0);
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread; ++r) document[r] = query_document(queries, minimum(block.query(row_of(r)), site.q_len - 1));
+        for (int r = 0; r < kRowsPerThread; ++r) {
+            const DocumentId id = query_document(work.queries, at_most(work.i0 + row_of(r), last_query));
+            of_row[r] = part(id, false);
+            if (id < 0) seen[r][0] = seen[r][1] = 0;
+        }
 #pragma unroll
-    for (int n = 0; n < kTileKV / 8; ++n) {
+        for (int n = 0; n < kTileKV / 8; ++n) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const DocumentId id = __shfl_sync(0xffffffffu, ids[n / 4], column_of(n % 4, c));
+            for (int c = 0; c < 2; ++c) {
+                const Word id = __shfl_sync(0xffffffffu, of_key[n / 4], column_of(n % 4, c));
 #pragma unroll
-            for (int r = 0; r < kRowsPerThread; ++r) {
-                if (id != document[r] || id < 0) seen[r][c] &= ~(1u << n);
+                for (int r = 0; r < kRowsPerThread; ++r) {
+                    if (id != of_row[r]) seen[r][c] &= ~(1u << n);
+                }
             }
         }
+        if (__all_sync(0xffffffffu, same)) break;
     }
 }
 
@@ -380,7 +401,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     };
     const auto list = [&]() -> const TileList& { return shared.work[slot].list; };
     const auto block_at = [&](int i0, int head, int slot) -> Block {
-        if constexpr (kTable) return {p, 1, shared.work[slot].site.h, i0, shared.work[slot].site};
+        if constexpr (kAhead) return {p, 1, shared.work[slot].site.h, i0, shared.work[slot].site};
         return block_of(params, i0, head);
     };
     const auto start_scores = [&] {
@@ -406,9 +427,8 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         if (!full) {
             const Block block = block_at(i0, head, slot);
             Word visible[kRowsPerThread][2];
-#pragma unroll
-            for (int r = 0; r < kRowsPerThread; ++r) see_hull(visible[r], block, params.mask, row_of(r), j0);
-            if constexpr (kDocuments) see_documents(visible, block, params.mask, j0);
+            see_hulls(visible, block, params.mask, j0);
+            if constexpr (kDocuments) see_documents(visible, shared.work[slot], j0);
             hide(s, visible);
         }
         const bool grown = softmax.raise_reference(s, factors);
