@@ -1,14 +1,15 @@
 """torch.library operators `tilewise::attention_forward` and `tilewise::attention_backward`, for code that is traced.
 
 torch.compile, torch.export and dispatch modes (FakeTensorMode, make_fx) see a call of `tilewise.attention` as one
-operator. Its schema holds everything by value: tensors, numbers, and masks and score functions as one line of text with
-arrays and scalars. `import tilewise.torch_ops` registers the operators, for a process that loads an exported program;
-otherwise the first tensor does. Plain calls take a shorter way.
+operator. Its schema holds everything by value: tensors, numbers, and options, masks and score functions as text. It has
+few arguments, since a compiled model pays for each of them in every layer. `import tilewise.torch_ops` registers the
+operators, for a process that loads an exported program; otherwise the first tensor does. Plain calls take a shorter way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -23,20 +24,10 @@ from ._errors import UnsupportedError
 from ._problem import ARRAYS, BIAS, SINKS, SLOPES, K, Q, Rng, Settings, V
 from ._record import FILE as _RECORDED
 
-_INPUTS: Final = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_offset, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? seqused_q, Tensor? seqused_kv, Tensor? leftpad_kv, "
-    "Tensor[] arrays, Tensor? seed_offset, int seed, int offset, int layout, float? softmax_scale, bool causal, "
-    "float softcap, SymInt window_left, SymInt window_right, SymInt chunk, int q_offset_mode, SymInt q_offset_value, "
-    "str mask, str score_mod, float[] scalars, int first_mod_array, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
-    "float dropout_p, bool deterministic, bool batch_invariant, str backend, bool validate"
-)
-_NUMBERS: Final = ARRAYS + 2  # place of the first argument after the tensors
-_NAMES: Final = [each.split()[1] for each in _INPUTS.split(", ")]
-_DROPOUT: Final = _NAMES.index("dropout_p")
-_SCALARS: Final = _NAMES.index("scalars")
-_SCORE_MOD: Final = _NAMES.index("score_mod")
-_NO_OPTIONS: Final = (None,) * (ARRAYS - 3)  # of the tensors behind q, k and v
+_INPUTS: Final = "Tensor q, Tensor k, Tensor v, Tensor[] others, SymInt[] sizes, float[] reals, str options"
+_FLAGS: Final = ("layout", "q_offset_mode", "first_mod_array", "causal", "deterministic", "batch_invariant", "validate")
+# window_left, window_right, chunk, q_offset_value, max_seqlen_q, max_seqlen_kv, seed, offset
+_NO_SIZES: Final = (-1, -1, 0, 0, 0, 0, 0, 0)
 _INSTEAD: Final = (
     "tilewise.torch_ops.composite takes the same arguments and has derivatives of any order, in both modes, with memory "
     "for all scores: see docs/torch.md#second-derivatives. So has torch.nn.functional.scaled_dot_product_attention under "
@@ -49,43 +40,87 @@ SECOND_ORDER: Final = (
 modes: Final = torch._C._len_torch_dispatch_stack
 transforms: Final = torch._C._are_functorch_transforms_active
 deterministic: Final = torch._C._get_deterministic_algorithms
+_grad_enabled: Final = torch.is_grad_enabled
+_forward_ad: Final = torch.autograd.forward_ad
 FORWARD_MODE: Final = (
     "forward-mode derivatives of attention: got an input with a tangent; allowed: reverse mode (backward). " + _INSTEAD
 )
 
 
 def pack(settings: Settings, arrays: Sequence[Any], rng: Rng) -> tuple[Any, ...]:
-    """Arguments of the operators, in the order of the schema."""
+    """Arguments of the operators, in the order of the schema.
+
+    others: optional arrays that are given, in the order of _problem.NAMES, arrays of the mask and the score_mod, and the
+    tensor (seed, offset) if there is one. sizes: those of _NO_SIZES, or none if all are as there. reals: softcap,
+    dropout_p, softmax_scale if given, scalars of the score_mod. options: what _Options reads.
+    """
     s = settings
     left, right = (-1, -1) if s.window is None else s.window
     seed_offset, seed, offset = (None, *rng) if isinstance(rng, tuple) else (rng, 0, 0)
+    scale = [] if s.softmax_scale is None else [s.softmax_scale]
+    sizes = [left, right, s.chunk, s.q_offset_value, s.max_seqlen_q, s.max_seqlen_kv, seed, offset]
+    # By identity: to compare a size that is a symbol with a number would hold the program to that answer.
+    usual = all([size is usual for size, usual in zip(sizes, _NO_SIZES, strict=True)])  # noqa: C419 (traced)
+    optional = [*arrays[V + 1 : ARRAYS], seed_offset]
+    words = [
+        *[str(int(flag)) for flag in (
+            s.layout, s.q_offset_mode, s.first_mod_array, s.causal, s.deterministic, s.batch_invariant, s.validate,
+            len(scale),
+        )],
+        *[str(int(array is not None)) for array in optional],
+    ]  # fmt: skip
     return (
-        *arrays[:ARRAYS], list(arrays[ARRAYS:]), seed_offset, seed, offset, s.layout, s.softmax_scale, s.causal,
-        s.softcap, left, right, s.chunk, s.q_offset_mode, s.q_offset_value, s.mask, s.score_mod, list(s.scalars),
-        s.first_mod_array, s.max_seqlen_q, s.max_seqlen_kv, s.dropout_p, s.deterministic, s.batch_invariant,
-        s.backend, s.validate,
-    )  # fmt: skip
+        *arrays[: V + 1],
+        [array for array in [*arrays[V + 1 :], seed_offset] if array is not None],
+        [] if usual else sizes,
+        [s.softcap, s.dropout_p, *scale, *s.scalars],
+        "\n".join([" ".join(words), s.backend, s.mask, s.score_mod]),
+    )
+
+
+class _Options:
+    """The argument `options`: a line of numbers (_FLAGS, whether there is a softmax_scale, and for each optional array
+    and the tensor (seed, offset) whether it is there), and lines for backend, mask and score_mod."""
+
+    def __init__(self, text: str) -> None:
+        words, self.backend, self.mask, self.score_mod = text.split("\n")
+        numbers = [int(word) for word in words.split()]
+        self.flags = dict(zip(_FLAGS, numbers, strict=False))
+        self.has_scale, *given, self.has_seed_offset = numbers[len(_FLAGS) :]
+        #: places of the optional arrays that are given
+        self.places = [V + 1 + n for n, there in enumerate(given) if there]
+        #: no tensors but q, k, v and those of a mask
+        self.is_plain = not (self.places or self.has_seed_offset or self.score_mod)
+
+
+_options: Final = functools.lru_cache(4096)(_Options)
 
 
 def _unpack(args: Sequence[Any]) -> tuple[Settings, list[Any], Rng]:
+    q, k, v, others, sizes, reals, text = args
+    o = _options(text)
+    others = list(others or ())  # AOTInductor gives None for an empty list
+    seed_offset = others.pop() if o.has_seed_offset else None
+    arrays = [q, k, v, *[None] * (ARRAYS - V - 1)]
+    for place in o.places:
+        arrays[place] = others.pop(0)
+    arrays += others
     s = Settings()
-    listed = args[ARRAYS] or ()  # AOTInductor gives None for an empty list
-    arrays = [*args[:ARRAYS], *listed]
-    seed_offset = args[ARRAYS + 1]
-    (
-        seed, offset, s.layout, s.softmax_scale, s.causal, s.softcap, left, right, s.chunk, s.q_offset_mode,
-        s.q_offset_value, s.mask, s.score_mod, scalars, s.first_mod_array, s.max_seqlen_q, s.max_seqlen_kv, s.dropout_p,
-        s.deterministic, s.batch_invariant, s.backend, s.validate,
-    ) = args[_NUMBERS:]  # fmt: skip
+    for name, value in o.flags.items():
+        setattr(s, name, value)
+    s.backend, s.mask, s.score_mod = o.backend, o.mask, o.score_mod
+    left, right, s.chunk, s.q_offset_value, s.max_seqlen_q, s.max_seqlen_kv, seed, offset = sizes or _NO_SIZES
+    s.softcap, s.dropout_p, *scalars = reals
+    s.softmax_scale = scalars.pop(0) if o.has_scale else None
     s.is_torch = True
     # Asked for where the program was traced, or now.
-    s.deterministic = s.deterministic or torch.are_deterministic_algorithms_enabled()
-    place = arrays[Q].device
+    s.deterministic = bool(s.deterministic) or torch.are_deterministic_algorithms_enabled()
+    place = q.device
     s.cuda = place.index if place.type == "cuda" else -1
     s.window = None if left == right == -1 else (left, right)
     s.scalars = tuple(scalars)
     s.array_names = ()
-    s.mod_names = ("",) * (len(listed) - s.first_mod_array) if s.score_mod else ()
+    s.mod_names = ("",) * (len(others) - s.first_mod_array) if s.score_mod else ()
     return s, arrays, (seed, offset) if seed_offset is None else seed_offset
 
 
@@ -111,10 +146,12 @@ torch.library.define(
 
 
 def _kept_under(args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a call is kept under; None if it has more tensors than q, k, v and those of a mask, or draws numbers."""
-    if args[_DROPOUT] or args[_SCALARS] or args[_SCORE_MOD] or args[3:ARRAYS] != _NO_OPTIONS:
+    """What a call is kept under; None if it has more tensors than q, k, v and those of a mask, scalars, or dropout."""
+    _, _, _, others, sizes, reals, text = args
+    options = _options(text)
+    if not options.is_plain or reals[1] or len(reals) > 2 + options.has_scale:
         return None
-    return (len(args[ARRAYS] or ()), *args[_NUMBERS:_SCALARS], *args[_SCALARS + 1 :])
+    return (text, len(others or ()), *(sizes or ()), *reals)
 
 
 def _quick_call(args: Sequence[Any]) -> Any:
@@ -132,7 +169,7 @@ def _quick_call(args: Sequence[Any]) -> Any:
 
 def _forward(*args: Any) -> tuple[Any, Any]:
     quick = _quick_call(args)
-    found = quick.forward(*args[:3], True, None, arrays=args[ARRAYS] or None) if quick else None
+    found = quick.forward(*args[:3], True, None, arrays=args[3] or None) if quick else None
     if found is not None:
         return found
     settings, arrays, rng = _unpack(args)
@@ -146,7 +183,7 @@ def _backward(do: Any, o: Any, lse: Any, dlse: Any, *args: Any) -> list[Any]:
     quick = _quick_call(tuple(inputs))
     if quick and all(place in (Q, K, V) for place in wanted):
         wants = [place in wanted for place in (Q, K, V)]
-        found = quick.backward(do, *inputs[:3], o, lse, dlse, *wants, arrays=inputs[ARRAYS] or None)
+        found = quick.backward(do, *inputs[:3], o, lse, dlse, *wants, arrays=inputs[3] or None)
         if found is not None:
             return [found[place] for place in wanted]
     settings, arrays, rng = _unpack(inputs)
@@ -231,37 +268,34 @@ def _below(operator: Any, kernel: Callable[..., Any], keyset: Any, args: Sequenc
 
 
 class _Forward(torch.autograd.Function):
-    """(keyset, numbers, *tensors: those of the schema, then the list `arrays`) -> (o, lse)."""
+    """(keyset, numbers: sizes, reals and options, *tensors: q, k, v, then the list `others`) -> (o, lse)."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, numbers: Sequence[Any], *tensors: Any) -> tuple[Any, Any]:
         output = _below(torch.ops.tilewise.attention_forward.default, _forward, keyset, _inputs(tensors, numbers))
         ctx.numbers = numbers
-        ctx.given = [tensor is not None for tensor in tensors]
-        ctx.save_for_backward(*[tensor for tensor in tensors if tensor is not None], *output)
+        ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
-        *saved, o, lse = ctx.saved_tensors
-        tensors = [saved.pop(0) if given else None for given in ctx.given]
-        inputs = _inputs(tensors, ctx.numbers)
+        *tensors, o, lse = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         # Where a wanted gradient stands among `tensors`, by its place.
-        found = {place: place for place in (Q, K, V, BIAS, SLOPES, SINKS)}
-        settings, arrays, _ = _unpack(inputs)
-        if settings.mod_names:
-            found |= {place: place + 1 for place in range(ARRAYS + settings.first_mod_array, len(arrays))}
-        wanted = [
-            place
-            for place, n in found.items()
-            if needed[n] and arrays[place] is not None and arrays[place].is_floating_point()
-        ]
+        options = _options(ctx.numbers[-1])
+        given = [Q, K, V, *options.places]
+        found = {place: given.index(place) for place in (Q, K, V, BIAS, SLOPES, SINKS) if place in given}
+        if options.score_mod:
+            end = len(tensors) - options.has_seed_offset
+            for n in range(len(given) + options.flags["first_mod_array"], end):
+                found[ARRAYS + n - len(given)] = n
+        wanted = [place for place, n in found.items() if needed[n] and tensors[n].is_floating_point()]
         result: list[Any] = [None] * len(tensors)
         if wanted and (do is not None or dlse is not None):
             if do is None:
                 do = o.new_zeros(()).expand(o.shape)
+            inputs = _inputs(tensors, ctx.numbers)
             gradients = torch.ops.tilewise.attention_backward(do, o, lse, dlse, *inputs, wanted)
             for place, gradient in zip(wanted, gradients, strict=True):
                 result[found[place]] = gradient
@@ -290,30 +324,31 @@ class _Backward(torch.autograd.Function):
 
 
 def _inputs(tensors: Sequence[Any], numbers: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments of the operators: seed_offset stands behind the list `arrays`, and before it here."""
-    return (*tensors[:ARRAYS], list(tensors[ARRAYS + 1 :]), tensors[ARRAYS], *numbers)
+    """Arguments of the operators."""
+    return (*tensors[:3], list(tensors[3:]), *numbers)
 
 
 def _is_recorded(tensors: Sequence[Any]) -> bool:
     """Whether autograd has anything to do here."""
-    if transforms() or torch.autograd.forward_ad._current_level >= 0:
+    if transforms() or _forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+    return _grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
 def _autograd_forward(keyset: Any, *args: Any) -> Any:
-    if not _is_recorded((*args[:ARRAYS], *(args[ARRAYS] or ()))):
+    q, k, v, others, *numbers = args
+    tensors = (q, k, v, *(others or ()))
+    if not _is_recorded(tensors):
         return _below(torch.ops.tilewise.attention_forward.default, _forward, keyset, args)
-    *optional, arrays, seed_offset = args[:_NUMBERS]
-    return _applied(_Forward, keyset, args[_NUMBERS:], *optional, seed_offset, *(arrays or ()))
+    return _applied(_Forward, keyset, numbers, *tensors)
 
 
 def _autograd_backward(keyset: Any, *args: Any) -> Any:
-    if not _is_recorded((*args[: 4 + ARRAYS], *(args[4 + ARRAYS] or ()))):
+    do, o, lse, dlse, q, k, v, others, *numbers = args
+    tensors = (do, o, lse, dlse, q, k, v, *(others or ()))
+    if not _is_recorded(tensors):
         return _below(torch.ops.tilewise.attention_backward.default, _backward, keyset, args)
-    given, args = args[:4], args[4:]
-    *optional, arrays, seed_offset = args[:_NUMBERS]
-    return list(_applied(_Backward, keyset, args[_NUMBERS:], *given, *optional, seed_offset, *(arrays or ())))
+    return list(_applied(_Backward, keyset, numbers, *tensors))
 
 
 def autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
