@@ -6,7 +6,7 @@ chunks, documents and padding in it become the masks of those names, and anythin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
@@ -158,6 +158,8 @@ class Symbol:
         raise NotTraceable("it uses an index as a number")
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a compiler that looks at the object
+            raise AttributeError(name)
         raise NotTraceable(f"it uses .{name} of an index")
 
     def _truth(self) -> Symbol:
@@ -263,9 +265,9 @@ def rule_of(
 
 
 def _conjunction(root: Symbol, frame: _Frame) -> Rule:
-    terms = _without_packed_positions(list(_flat("and", root)))
+    terms = _without_packed_positions(_flat("and", root))
     rule = Rule()
-    known = [table for term in terms if (table := _not_negative(term)) is not None]
+    known = _tables(_not_negative, terms)
     for term in terms:
         band = _band(term)
         if band is not None:
@@ -281,12 +283,18 @@ def _conjunction(root: Symbol, frame: _Frame) -> Rule:
     return rule
 
 
-def _flat(op: str, node: Symbol) -> Iterable[Symbol]:
-    if node.op == op:
-        for arg in node.args:
-            yield from _flat(op, arg)
-    else:
-        yield node
+def _flat(op: str, node: Symbol) -> list[Symbol]:
+    if node.op != op:
+        return [node]
+    parts: list[Symbol] = []
+    for arg in node.args:
+        parts += _flat(op, arg)
+    return parts
+
+
+def _tables(of: Callable[[Symbol], Any], terms: list[Symbol]) -> list[Any]:
+    tables = [of(term) for term in terms]
+    return [table for table in tables if table is not None]
 
 
 def _linear(node: Symbol) -> tuple[int, int, int] | None:
@@ -458,7 +466,7 @@ def _without_packed_positions(terms: list[Symbol]) -> list[Symbol]:
     Within a document positions rise by one, so that pos[kv] <= pos[q] is kv <= q wherever ids[q] == ids[kv]; if ids are
     what positions say, which is looked at.
     """
-    ids = [table for term in terms if (table := _same_documents(term)) is not None]
+    ids = _tables(_same_documents, terms)
     if not ids:
         return terms
     result = []
@@ -487,4 +495,8 @@ def _tokens_for_positions(node: Symbol, found: list[Any]) -> Symbol:
 def _numbers_documents(ids: list[Any], positions: Any) -> bool:
     begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     expected = begins.cumsum(-1)
+    if torch.compiler.is_compiling():  # a program cannot ask; Transformers makes both of the same positions
+        for table in ids:
+            torch._assert_async((table == expected).all(), "packed_sequence_mask and position_ids do not agree")
+        return True
     return any(table.shape == expected.shape and bool((table == expected).all()) for table in ids)

@@ -204,8 +204,9 @@ def attention_mask(
 ) -> Any:
     """What Transformers calls once for each kind of layer in a forward pass: an `AttentionMask`.
 
-    In 4.57 `cache_position` takes the place of q_length and q_offset. Inside torch.compile and torch.export, for a
-    single query of a cache that may be compiled, and for models that compute with masks, it is a bool tensor.
+    In 4.57 `cache_position` takes the place of q_length and q_offset. Inside torch.export, inside torch.compile with a
+    static cache, for a single query of a cache that may be compiled, and for models that compute with masks, it is a
+    bool tensor.
     """
     if isinstance(attention_mask, AttentionMask):
         return attention_mask  # made before, by generate()
@@ -220,9 +221,10 @@ def attention_mask(
     causal = mask_function is masking_utils.causal_mask_function
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         plain = causal and attention_mask is None and isinstance(q_offset, int) and torch.compiler.is_compiling()
-        if not plain:
+        if plain:
+            return AttentionMask(Rule(right=0), (batch_size, q_length, kv_length), q_offset - kv_offset, device)
+        if not (torch.compiler.is_dynamo_compiling() and isinstance(q_offset, int)) or torch.compiler.is_exporting():
             return dense()
-        return AttentionMask(Rule(right=0), (batch_size, q_length, kv_length), q_offset - kv_offset, device)
     if q_length == 1 and not allow_is_causal_skip:
         return dense()  # [batch, 1, 1, seqlen_kv], which a compiled forward pass takes as one of its inputs
     if getattr(config, "model_type", None) in _COMPUTES_WITH_MASKS:
@@ -234,7 +236,8 @@ def attention_mask(
     try:
         rule = rule_of(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset)
     except NotTraceable as error:
-        _warn_once(f"mask function {getattr(mask_function, '__qualname__', mask_function)}", str(error))
+        if not torch.compiler.is_compiling():
+            _warn_once(f"mask function {getattr(mask_function, '__qualname__', mask_function)}", str(error))
         return dense()
     offset = q_offset - kv_offset
     packing = attention_mask is None and rule.mask is None and isinstance(offset, int) and offset == 0
@@ -272,7 +275,7 @@ def _with_padding(rule: Rule, padding: Any, kv_length: int, kv_offset: int, offs
     known = keep
     if rule.right == 0 and isinstance(offset, int):
         known = keep[:, : offset + q_length]  # causal hides the rest
-    if not _capturing(keep) and bool(known.all()):
+    if not (torch.compiler.is_compiling() or _capturing(keep)) and bool(known.all()):
         return rule
     return rule.and_mask(masks.key_padding(keep))
 

@@ -298,6 +298,55 @@ def test_J01():
         torch.testing.assert_close(compiled(input_ids=ids, attention_mask=keep)[:, 5:], expected[:, 5:], **TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma 3", "gpt-oss", "BERT"])
+def test_masks_of_compiled_models(name):
+    """As one graph, for any length: padding, packed sequences, windows, with gradients, and never as length x length."""
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(n for n in graph.graph.nodes if n.op == "call_function" and "attention_forward" in str(n.target))
+        return graph.forward
+
+    torch._dynamo.reset()
+    plain, compiled = model(name, use_cache=False), model(name, use_cache=False)
+    compiled.compile(fullgraph=True, dynamic=True, backend=backend)
+    for length in (9, 13):
+        ids = tokens(2, length)
+        keep = here([[0] * 3 + [1] * (length - 3), [1] * length])
+        inputs = [{}, {"attention_mask": keep}]
+        if name not in ("gpt-oss", "BERT"):  # their masks know no positions
+            inputs.append({"position_ids": here([[*range(5), *range(length - 5)], [*range(2, 4), *range(length - 2)]])})
+        for given in inputs:
+            results = []
+            for run in (plain, compiled):
+                run.zero_grad()
+                logits = run(input_ids=ids, **given).logits
+                if "attention_mask" in given:
+                    logits = logits * keep[..., None]
+                logits.square().mean().backward()
+                results.append([logits, *[p.grad for p in run.parameters() if p.grad is not None]])
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(a, b, **TOLERANCE)
+    assert seen
+    assert not [node for node in seen if "dense" in node.args[-1]]
+
+
+def test_compiled_mask_functions_without_a_name():
+    """What cannot be recorded stays a tensor, in a compiled program, too."""
+    torch._dynamo.reset()
+
+    def parity(b, h, q, kv):
+        return (q % 2 == kv % 2) & (kv.float() <= q)
+
+    def show(x):
+        mask = tilewise_transformers.attention_mask(1, **lengths(4, 4), mask_function=parity, device=x.device)
+        return x + mask
+
+    found = torch.compile(show, fullgraph=True, backend="eager")(torch.zeros(1, 1, 4, 4, device=DEVICE))
+    i = torch.arange(4, device=DEVICE)
+    assert torch.equal(found[0, 0].bool(), (i[:, None] % 2 == i % 2) & (i <= i[:, None]))
+
+
 # ------------------------------------------------------------------------------------------------------- packing
 
 PACKED = [0, 1, 2, 0, 1, 2, 3, 0]
