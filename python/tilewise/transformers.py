@@ -37,6 +37,8 @@ _log: Final = logging.getLogger("tilewise.transformers")
 # Models whose code computes with the mask itself get an ordinary tensor.
 _COMPUTES_WITH_MASKS: Final = frozenset({"falcon"})
 
+# Older compilers may not be able to follow rule_of, and that would be an error where a tensor serves.
+_COMPILER_RECORDS: Final = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
 
 # ---------------------------------------------------------------------------------------------------- the mask
 
@@ -223,7 +225,7 @@ def attention_mask(
         plain = causal and attention_mask is None and isinstance(q_offset, int) and torch.compiler.is_compiling()
         if plain:
             return AttentionMask(Rule(right=0), (batch_size, q_length, kv_length), q_offset - kv_offset, device)
-        if not (torch.compiler.is_dynamo_compiling() and isinstance(q_offset, int)) or torch.compiler.is_exporting():
+        if not (_COMPILER_RECORDS and isinstance(q_offset, int)) or torch.compiler.is_exporting():
             return dense()
     if q_length == 1 and not allow_is_causal_skip:
         return dense()  # [batch, 1, 1, seqlen_kv], which a compiled forward pass takes as one of its inputs
