@@ -495,8 +495,9 @@ def _tokens_for_positions(node: Symbol, found: list[Any]) -> Symbol:
 def _numbers_documents(ids: list[Any], positions: Any) -> bool:
     begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
     expected = begins.cumsum(-1)
+    agree = [(table == expected).all() for table in ids if table.shape == expected.shape]
     if torch.compiler.is_compiling():  # a program cannot ask; Transformers makes both of the same positions
-        for table in ids:
-            torch._assert_async((table == expected).all(), "packed_sequence_mask and position_ids do not agree")
-        return True
-    return any(table.shape == expected.shape and bool((table == expected).all()) for table in ids)
+        if agree:
+            torch._assert_async(torch.stack(agree).any(), "packed_sequence_mask and position_ids do not agree")
+        return bool(agree)
+    return any(map(bool, agree))

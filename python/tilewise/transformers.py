@@ -225,7 +225,9 @@ def attention_mask(
         plain = causal and attention_mask is None and isinstance(q_offset, int) and torch.compiler.is_compiling()
         if plain:
             return AttentionMask(Rule(right=0), (batch_size, q_length, kv_length), q_offset - kv_offset, device)
-        if not (_COMPILER_RECORDS and isinstance(q_offset, int)) or torch.compiler.is_exporting():
+        # use_vmap: with functions of the model's own, of which a program cannot ask what rule_of would.
+        own = kwargs.get("use_vmap", True)
+        if not (_COMPILER_RECORDS and isinstance(q_offset, int)) or own or torch.compiler.is_exporting():
             return dense()
     if q_length == 1 and not allow_is_causal_skip:
         return dense()  # [batch, 1, 1, seqlen_kv], which a compiled forward pass takes as one of its inputs
