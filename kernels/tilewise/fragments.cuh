@@ -72,7 +72,7 @@ TW_DEVICE void see_hulls(Word (&seen)[kRowsPerThread][2], const Block& block, co
         const Int i = block.query(row_of(r));
         const int queries = static_cast<int>(i - block.i0);  // the window of each begins and ends one key later
         int first = begin + queries, behind = end + queries;
-        if constexpr (kChunks) {
+        if constexpr (kChunkMask) {
             const Range hull = key_hull(block.p, mask, site, i, i + 1);
             first = from_j0(hull.begin), behind = from_j0(hull.end);
         }

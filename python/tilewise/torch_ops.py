@@ -63,12 +63,9 @@ def pack(settings: Settings, arrays: Sequence[Any], rng: Rng) -> tuple[Any, ...]
     usual = all([size is usual for size, usual in zip(sizes, _NO_SIZES, strict=True)])  # noqa: C419 (traced)
     optional = [*arrays[V + 1 : ARRAYS], seed_offset]
     words = [
-        *[str(int(flag)) for flag in (
-            s.layout, s.q_offset_mode, s.first_mod_array, s.causal, s.deterministic, s.batch_invariant, s.validate,
-            len(scale),
-        )],
-        *[str(int(array is not None)) for array in optional],
-    ]  # fmt: skip
+        *[str(int(getattr(s, name))) for name in _FLAGS],
+        *[str(int(there)) for there in [s.softmax_scale is not None, *[array is not None for array in optional]]],
+    ]
     return (
         *arrays[: V + 1],
         [array for array in [*arrays[V + 1 :], seed_offset] if array is not None],

@@ -220,14 +220,13 @@ def attention_mask(
         device, q_length, q_offset = cache_position.device, cache_position.shape[0], cache_position[0]
     if device is None:
         device = attention_mask.device if attention_mask is not None else "cpu"
-    causal = mask_function is masking_utils.causal_mask_function
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        plain = causal and attention_mask is None and isinstance(q_offset, int) and torch.compiler.is_compiling()
-        if plain:
+        known = torch.compiler.is_compiling() and isinstance(q_offset, int)
+        if known and attention_mask is None and mask_function is masking_utils.causal_mask_function:
             return AttentionMask(Rule(right=0), (batch_size, q_length, kv_length), q_offset - kv_offset, device)
         # use_vmap: with functions of the model's own, of which a program cannot ask what rule_of would.
         own = kwargs.get("use_vmap", True)
-        if not (_COMPILER_RECORDS and isinstance(q_offset, int)) or own or torch.compiler.is_exporting():
+        if not (known and _COMPILER_RECORDS) or own or torch.compiler.is_exporting():
             return dense()
     if q_length == 1 and not allow_is_causal_skip:
         return dense()  # [batch, 1, 1, seqlen_kv], which a compiled forward pass takes as one of its inputs

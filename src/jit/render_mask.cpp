@@ -64,7 +64,7 @@ public:
             text.append(chunk).append(", t1).end});\n");
         }
         text += "    return intersect(keys, {0, site.kv_len});\n}\n";
-        text += std::string("constexpr bool kChunks = ") + (chunks_.empty() ? "false" : "true") + ";\n";
+        text += std::string("constexpr bool kChunkMask = ") + (chunks_.empty() ? "false" : "true") + ";\n";
         text += std::string("TW_DEVICE Range query_hull") + kSite +
                 "Int j0, Int j1) {\n"
                 "    Range seen = window_positions(p.window_left, p.window_right, {j0, j1});\n";

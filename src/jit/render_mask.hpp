@@ -19,7 +19,7 @@ struct MaskOperand {
 };
 
 struct MaskProgram {
-    std::string text;  // visible, classify, key_hull, kChunks, query_hull, query_document(s), key_document(s)
+    std::string text;  // visible, classify, key_hull, kChunkMask, query_hull, query_document(s), key_document(s)
     // What MaskData::masks and MaskData::numbers must hold, in order.
     std::vector<MaskOperand> operands;
     std::vector<int64_t> numbers;

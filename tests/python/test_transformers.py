@@ -300,7 +300,8 @@ def test_J01():
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "BERT"])
 def test_masks_of_compiled_models(name):
-    """As one graph, for any length: padding, packed sequences, windows, with gradients, and (since torch 2.13) never as length x length."""
+    """As one graph, for any length: padding, packed sequences, windows, with gradients; since torch 2.13 never as
+    length x length."""
     seen = []
 
     def backend(graph, _):
