@@ -231,6 +231,15 @@ def test_opcheck(rng, options):
     torch.library.opcheck(torch.ops.tilewise.attention_backward.default, backward, test_utils=checks)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": MOD | masks.chunk(2), "score_mod": SCORE}], ids=["plain", "functions"]
+)
+def test_options_are_one_line(options):
+    """TorchInductor writes them into comments of what it makes for a GPU: a second line was no Python (SyntaxError)."""
+    text = packed_call(**options)[-1]
+    assert isinstance(text, str) and text.isprintable(), text
+
+
 def test_second_derivatives_are_refused():
     o, _ = torch.ops.tilewise.attention_forward(*(args := packed_call()))
     (dq,) = torch.autograd.grad(o.square().sum(), args[0], create_graph=True)
