@@ -305,6 +305,8 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
                     };
                 };
                 const std::string q_ids = per_token(true, index, id(sizes.q));
+                if (sizes.q == sizes.kv && sizes.packed_q == sizes.packed_kv && chance(0.5))
+                    return "documents(" + q_ids + "," + q_ids + ")";
                 return "documents(" + q_ids + "," + per_token(false, index, id(sizes.kv)) + ")";
             }
             case 4: {

@@ -29,6 +29,7 @@
 #include "cuda/module.hpp"
 #include "cuda/program.hpp"
 #include "cuda/tensor_map.hpp"
+#include "tilewise/abi.h"
 #include "tilewise/tilewise.h"
 
 extern char** environ;
@@ -839,6 +840,70 @@ TILEWISE_ON_FAKE_GPU(PlansOfTheHopperKernelServeOtherRuns, {"TILEWISE_FAKE_SMS",
         EXPECT_EQ(maps_of({.rows_q = 40}), kOther);  // too few for tiles of this size
         EXPECT_EQ(maps_of({.rows_kv = 0}), kOther);
     }
+    tilewise_plan_destroy(plan);
+}
+
+// Documents that are runs of tokens have tiles of their own; whether they are, only the GPU knows. A table at the start
+// of the workspace says what it found.
+TILEWISE_ON_FAKE_GPU(DocumentsThatAreRunsAreSequences, {"TILEWISE_FAKE_SMS", "4"}) {
+    constexpr int64_t kBatch = 2, kRows = 520, kMost = kBatch * (1 + (kRows + 127) / 128);
+    struct Ids {
+        const char* what;
+        bool are_runs;
+        std::function<int64_t(int64_t b, int64_t row)> of;
+    };
+    const std::vector<Ids> all{
+        {"rise", true, [](int64_t b, int64_t row) { return row / (100 + 30 * b) + b; }},
+        {"one each", true, [](int64_t, int64_t) { return 7; }},
+        {"padding at both ends", true, [](int64_t, int64_t row) { return row < 9 || row > 500 ? -3 : row / 170; }},
+        {"wide", true, [](int64_t b, int64_t row) { return (int64_t{1} << 40) * (row / 260) + b; }},
+        {"one comes back", false, [](int64_t b, int64_t row) { return b == 1 && row > 500 ? 0 : row / 200; }},
+        {"one comes back behind padding", false, [](int64_t, int64_t row) { return row / 130 == 2 ? -1 : 5; }},
+        {"fall", false, [](int64_t, int64_t row) { return 4 - row / 130; }},
+        {"many", false, [](int64_t, int64_t row) { return row / 40; }},
+    };
+    HalfCallOnGpu call({.rows_q = kBatch * kRows, .rows_kv = kBatch * kRows});
+    for (tilewise_tensor* t : {&call.problem.q, &call.problem.k, &call.problem.v, &call.args.o})
+        t->shape[0] = kBatch, t->shape[1] = kRows, t->strides[0] = kRows * t->strides[1];
+    const Memory memory(0, 2 * kBatch * kRows * sizeof(int64_t));
+    auto* const ids = static_cast<int64_t*>(memory.data());
+    const tilewise_tensor array{ids, TILEWISE_INT64, 2, {kBatch, kRows}, {kRows, 1}};
+    std::array<tilewise_tensor, 2> arrays{array, array};
+    call.problem.mask = "documents(@0,@1)", call.problem.arrays = arrays.data(), call.problem.num_arrays = 2;
+    tilewise_plan* plan = nullptr;
+    ASSERT_EQ(tilewise_plan_create(&call.problem, TILEWISE_FORWARD, &plan), TILEWISE_OK) << tilewise_last_error();
+    size_t bytes = 0;
+    ASSERT_EQ(tilewise_plan_workspace_size(plan, &bytes), TILEWISE_OK);
+    const Memory workspace(0, bytes);
+
+    // Whether documents were taken for sequences, after a run whose values are right.
+    const auto tiles_of_sequences = [&] {
+        std::vector<abi::Sequence> table(kMost + 1);
+        std::memset(static_cast<void*>(table.data()), 0xab, table.size() * sizeof table[0]);
+        const DeviceGuard guard(0);
+        copy_to_device(workspace.data(), table.data(), table.size() * sizeof table[0], nullptr);
+        EXPECT_EQ(tilewise_plan_forward(plan, &call.problem, &call.args, workspace.data(), bytes, nullptr), TILEWISE_OK)
+            << tilewise_last_error();
+        copy_to_host(table.data(), workspace.data(), table.size() * sizeof table[0], nullptr);
+        synchronize(nullptr);
+        call.expect_what_the_cpu_gives();
+        return table.back().q_tiles_before;
+    };
+    for (const Ids& each : all) {
+        SCOPED_TRACE(each.what);
+        for (int64_t n = 0; n < kBatch * kRows; ++n) ids[n] = each.of(n / kRows, n % kRows);
+        EXPECT_EQ(tiles_of_sequences() > 0, each.are_runs);
+    }
+    // Ids of their own for keys: there is a kernel for the mask alone. Each has three tensor maps.
+    const auto maps = [] { return calls(fake_driver(), "cuTensorMapEncodeTiled"); };
+    auto before = maps();
+    tiles_of_sequences();
+    EXPECT_EQ(maps() - before, 6);
+    std::copy_n(ids, kBatch * kRows, ids + kBatch * kRows);
+    arrays[1].data = ids + kBatch * kRows;
+    before = maps();
+    tiles_of_sequences();
+    EXPECT_EQ(maps() - before, 3);
     tilewise_plan_destroy(plan);
 }
 

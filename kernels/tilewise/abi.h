@@ -56,6 +56,7 @@ struct MaskArray {
 
 // One sequence: query i in [0, q_len) is row q_row0 + i of q, key j in [0, kv_len) is row kv_row0 + j of k and v.
 struct Sequence {
+    Int b;  // of what is not packed, and of arrays with a batch axis
     Int q_row0, q_len;
     Int kv_row0, kv_len;
     Int kv_first_row;  // kv_row0 minus leftpad
@@ -70,7 +71,8 @@ struct Problem {
     Int packed_q, packed_kv;
     Int q_offset_mode, q_offset_value;  // tilewise_offset_mode
     Index cu_q, cu_kv, used_q, used_kv, leftpad, q_offset;
-    Sequence* sequences;  // [batch + 1], made by prepare.cu; null: all sequences are q_rows by kv_rows long
+    Sequence* sequences;  // [num_sequences + 1], made by prepare.cu; null: all are q_rows by kv_rows long
+    Int num_sequences;    // batch; or, where they are documents, at most so many
     Tensor q, k, v;
     double softmax_scale, softcap;
     Int window_left, window_right;  // causal is window_right = 0
@@ -112,6 +114,15 @@ struct Sm90Forward {
     Int tiles, q_tiles;  // of all heads and sequences, and of one head
     Int heads_at_once;   // whose keys and values fit into L2 together
     Int last_first;      // later rows see more
+    // Of the launch before, which has the same to do, with documents as sequences; null: there is none. If it has any
+    // tile, nothing is left.
+    const Sequence* end_of_documents;
+};
+
+struct Documents {  // a token's document is that with its id; negative: none. Same ids for queries and keys
+    Problem problem;
+    MaskArray ids;
+    Int wide;  // int64 and not int32
 };
 
 struct Combine {

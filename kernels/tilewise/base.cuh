@@ -7,7 +7,7 @@
 // A kernel takes one struct by value. kThreads is the block size of the family, kBlocks how many share an SM.
 #define TW_KERNEL(name, Params, p) \
     extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) name(const __grid_constant__ Params p)
-#define TW_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define TW_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 #define TW_DEVICE static __device__ __forceinline__
 
@@ -220,6 +220,7 @@ TW_DEVICE Site make_site(const abi::Problem& p, const abi::Sequence* sequences, 
     Site site{b, h, quotient(h, maximum(quotient(p.num_heads_q, p.num_heads_kv), 1)), 0, p.q_rows, 0, p.kv_rows, 0, 0, 0};
     if (sequences) {
         const abi::Sequence& s = sequences[b];
+        site.b = s.b;
         site.q_row0 = s.q_row0, site.q_len = s.q_len, site.kv_row0 = s.kv_row0, site.kv_len = s.kv_len;
         site.q_offset = s.q_offset;
         if (p.packed_q) site.q_token = s.q_row0;

@@ -70,7 +70,7 @@ struct __align__(1024) Shared {
     Barrier q_full[kQBuffers], q_empty[kQBuffers];
     Barrier k_full[kKStages], k_empty[kKStages], v_full[kVStages], v_empty[kVStages];
 };
-static_assert(sizeof(Shared) + 1024 <= kSharedBytes, "the host asks for kSharedBytes");
+static_assert(sizeof(Shared) <= kSharedBytes, "the host asks for kSharedBytes");
 
 struct Params {
     abi::TensorMap q, k, v;
@@ -82,14 +82,16 @@ struct Params {
 TW_DEVICE Block block_of(const Params& params, int i0, int head) {
     const abi::Problem& p = params.call.problem;
     const Word heads = static_cast<Word>(p.num_heads_q), b = static_cast<Word>(head) / heads, h = static_cast<Word>(head) - b * heads;
-    return {p, 1, h, i0, make_site(p, kTable ? p.sequences : nullptr, b, h)};
+    Site site = make_site(p, kTable ? p.sequences : nullptr, b, h);
+    if (kBands) site.q_token = site.kv_token = 0;  // they are for arrays
+    return {p, 1, h, i0, site};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Producer
 
 struct SequenceTiles {  // of queries of one head; tiles are counted over all sequences
-    int b;              // < 0: there are no more
+    int number;         // of the sequence; < 0: there are no more
     Word before, count;
 };
 // A warp: the sequence with this tile.
@@ -99,7 +101,7 @@ TW_DEVICE SequenceTiles sequence_of(const abi::Problem& p, Word tile) {
         return {static_cast<int>(b), b * count, count};
     }
     const auto before = [&](int b) { return static_cast<Word>(p.sequences[b].q_tiles_before); };
-    int low = 0, high = static_cast<int>(p.batch);  // before(low) <= tile < before(high)
+    int low = 0, high = static_cast<int>(p.num_sequences);  // before(low) <= tile < before(high)
     if (tile >= before(high)) return {-1, 0, 0};
     while (high - low > 1) {
         const int step = (high - low + 31) / 32, at = low + (lane_id() + 1) * step;
@@ -117,6 +119,7 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
     Ring<kWorks> works;
     if (lane == 0) Queue::open(plan.queue);
     bool is_long = false;
+    const Int tiles = kDocuments && plan.end_of_documents && plan.end_of_documents->q_tiles_before > 0 ? 0 : plan.tiles;
     const auto next = [&] {
         // What a block takes long before it has time, another one might do sooner.
         if (kAhead && is_long) shared.work_empty[works.at].wait(works.phase ^ 1u);
@@ -124,14 +127,14 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
         if (lane == 0) number = Queue::next(plan.queue);
         return __shfl_sync(0xffffffffu, number, 0);
     };
-    for (int number = static_cast<int>(blockIdx.x); number < plan.tiles; number = next()) {
+    for (int number = static_cast<int>(blockIdx.x); number < tiles; number = next()) {
         Word n = static_cast<Word>(number), q_tiles = static_cast<Word>(plan.q_tiles), heads = static_cast<Word>(plan.tiles) / q_tiles;
         int head = 0;
         if (kTable) {  // one sequence after the other
             heads = static_cast<Word>(p.num_heads_q);
             const SequenceTiles sequence = sequence_of(p, n / heads);
-            if (sequence.b < 0) break;
-            n -= sequence.before * heads, q_tiles = sequence.count, head = sequence.b * static_cast<int>(heads);
+            if (sequence.number < 0) break;
+            n -= sequence.before * heads, q_tiles = sequence.count, head = sequence.number * static_cast<int>(heads);
         }
         const Word at_once = static_cast<Word>(plan.heads_at_once);
         const Word section = n / (at_once * q_tiles), rest = n - section * (at_once * q_tiles);
@@ -153,8 +156,11 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
             if (kAhead) work.site = site;
             if (kDocuments) work.queries = query_documents(params.mask, site), work.keys = key_documents(params.mask, site);
         }
-        const KeyRange seen = keys_of(block, params.mask, 0, block.rows() - 1);
-        int first = seen.begin / kTileKV * kTileKV, count = seen.end > seen.begin ? (seen.end - first + kTileKV - 1) / kTileKV : 0;
+        // A lane for each warpgroup; the first and the last one's rows tell of all.
+        const int group = lane < kConsumers ? lane : kConsumers - 1;
+        const KeyRange mine = keys_of(block, params.mask, group * 64, group * 64 + 63);
+        const int begin = __shfl_sync(0xffffffffu, mine.begin, 0), end = __shfl_sync(0xffffffffu, mine.end, kConsumers - 1);
+        int first = begin / kTileKV * kTileKV, count = end > begin ? (end - first + kTileKV - 1) / kTileKV : 0;
         if constexpr (!kBands) {
             bool any = false;
             for (int t = 0; t < count; t += 32) {
@@ -172,7 +178,6 @@ TW_DEVICE void schedule(const Params& params, Shared& shared) {
         if (lane == 0) work.first = first, work.count = count;
         is_long = count > kLong;
         if (kBands && lane < kConsumers) {
-            const KeyRange mine = keys_of(block, params.mask, lane * 64, lane * 64 + 63);
             work.rows[lane] = {mine.full_begin, mine.full_end, count > 1 && first + (count - 1) * kTileKV >= mine.end};
         }
         __syncwarp();
@@ -301,7 +306,8 @@ TW_DEVICE void write_output(const Params& params, const Block& block, const Outp
 // warpgroups do it, rather than wait for each other.
 TW_DEVICE void clear_rows(Half (&v)[kPanelsV][kTileKV * kPanel], int rows, int group) {
     constexpr int kChunks = kPanel / 8;
-    for (int n = static_cast<int>(threadIdx.x) % 128; n < kPanelsV * kTileKV * kChunks; n += 128) {
+#pragma unroll 1
+    for (int n = as_unknown(static_cast<int>(threadIdx.x)) % 128; n < kPanelsV * kTileKV * kChunks; n += 128) {
         const int row = n / kChunks % kTileKV;
         if (row >= rows) *reinterpret_cast<Chunk*>(v[n / kChunks / kTileKV] + row * kPanel + n % kChunks * 8) = Chunk{};
     }
@@ -526,8 +532,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
 
 TW_KERNEL(fwd_sm90, Params, params) {
     TW_DYNAMIC_SHARED(memory);
-    unsigned char* const aligned = memory + (1024 - reinterpret_cast<unsigned long long>(memory) % 1024) % 1024;
-    Shared& shared = *reinterpret_cast<Shared*>(aligned);
+    Shared& shared = *reinterpret_cast<Shared*>(as_unknown_place(memory));
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumers * 4;
         for (int n = 0; n < kWorks; ++n) shared.work_full[n].init(1), shared.work_empty[n].init(kWarps + 1);

@@ -12,6 +12,17 @@ namespace tilewise {
 
 constexpr int kPanel = 64;  // numbers in a row of a panel
 
+// The same place in shared memory, in a register: ptxas would rather find out anew what its address is, wherever it is needed.
+#ifdef TILEWISE_FAKE_CUDA
+TW_DEVICE unsigned char* as_unknown_place(unsigned char* p) { return p; }
+#else
+TW_DEVICE unsigned char* as_unknown_place(unsigned char* p) {
+    Word address = shared_address(p);
+    asm volatile("" : "+r"(address));
+    return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+}
+#endif
+
 // With kDelays (TILEWISE_CONFIG=fwd_sm90:kDelays=1) every thread dawdles before it passes or tells a barrier: what works only
 // because somebody is quick shows.
 TW_DEVICE void dawdle() {
@@ -209,7 +220,7 @@ public:
     }
 
 private:
-    enum { kSignature, kNext, kLeft };
+    enum { kNext, kSignature, kLeft };  // the first takes no register for its address
 };
 
 }  // namespace tilewise

@@ -109,6 +109,9 @@ struct Problem {
     std::vector<Sequence> sequences;  // [batch]
 
     [[nodiscard]] int64_t group() const { return num_heads_kv ? num_heads_q / num_heads_kv : 1; }
+    [[nodiscard]] bool has_lengths() const {  // or offsets of queries, in arrays
+        return cu_seqlens_q || cu_seqlens_kv || seqused_q || seqused_kv || leftpad_kv || q_offsets;
+    }
     [[nodiscard]] DType accumulator() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
     [[nodiscard]] float keep_prob() const { return static_cast<float>(65536 - dropout_threshold) / 65536.0f; }
     [[nodiscard]] double slope(int64_t b, int64_t h) const {

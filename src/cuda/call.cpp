@@ -162,10 +162,10 @@ Call::Call(const Problem& p, const jit::MaskProgram& mask, Arena& arena, int64_t
     out.cu_q = to_index(p.cu_seqlens_q), out.cu_kv = to_index(p.cu_seqlens_kv);
     out.used_q = to_index(p.seqused_q), out.used_kv = to_index(p.seqused_kv);
     out.leftpad = to_index(p.leftpad_kv), out.q_offset = to_index(p.q_offsets);
-    const bool table = p.cu_seqlens_q || p.cu_seqlens_kv || p.seqused_q || p.seqused_kv || p.leftpad_kv || p.q_offsets;
-    if (table) {
-        out.sequences =
-            static_cast<abi::Sequence*>(arena.take((p.batch + 1) * static_cast<int64_t>(sizeof(abi::Sequence))));
+    out.num_sequences = mask.sequences_of >= 0 ? most_documents(p) : p.batch;
+    if (p.has_lengths() || mask.sequences_of >= 0) {
+        out.sequences = static_cast<abi::Sequence*>(
+            arena.take((out.num_sequences + 1) * static_cast<int64_t>(sizeof(abi::Sequence))));
     }
     out.q = to_abi(p.q), out.k = to_abi(p.k), out.v = to_abi(p.v);
     out.softmax_scale = p.head_dim_qk == 0 ? 0.0 : p.softmax_scale;
@@ -208,7 +208,7 @@ std::vector<std::function<void()>> Call::loads() const {
     const auto add = [&](const char* file, const char* entry) {
         all.emplace_back([device = p_.device.index, file, entry] { plain_function(device, file, entry); });
     };
-    if (problem_.sequences) add(kPrepare, "prepare_sequences");
+    if (problem_.sequences) add(kPrepare, mask_.sequences_of >= 0 ? "prepare_documents" : "prepare_sequences");
     const auto used = [](const auto& summary) { return summary != nullptr; };
     if (std::any_of(masks_.begin(), masks_.end(), [&](const abi::MaskArray& a) { return used(a.summary); }) ||
         std::any_of(gather_summaries_.begin(), gather_summaries_.end(),
@@ -222,7 +222,14 @@ void Call::prepare(void* stream) const {
     LaunchConfig config;
     config.block = {kThreads, 1, 1};
     config.stream = stream;
-    if (problem_.sequences) launch(plain_function(device, kPrepare, "prepare_sequences"), config, problem_);
+    if (mask_.sequences_of >= 0) {
+        const abi::MaskArray ids = mask_array(p_, {mask_.sequences_of, jit::MaskRole::q_tokens});
+        const abi::Documents params{problem_, ids,
+                                    p_.arrays[static_cast<size_t>(mask_.sequences_of)].dtype == core::DType::i64};
+        launch(plain_function(device, kPrepare, "prepare_documents"), config, params);
+    } else if (problem_.sequences) {
+        launch(plain_function(device, kPrepare, "prepare_sequences"), config, problem_);
+    }
     for (size_t n = 0; n < masks_.size(); ++n) {
         const abi::MaskArray& array = masks_[n];
         if (array.summary == nullptr) continue;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/registry.hpp"
+#include "core/summary.hpp"
 #include "jit/render_mask.hpp"
 #include "module.hpp"
 #include "tilewise/abi.h"
@@ -16,6 +17,9 @@
 namespace tilewise::cuda {
 
 inline constexpr int64_t kTile = 64;  // rows of a tile, unless a kernel says otherwise
+
+// Documents that are sequences are at most so many: shorter ones, on average, have more in a tile together than alone.
+inline int64_t most_documents(const core::Problem& p) { return p.batch * (1 + core::ceil_div(p.q_rows, 128)); }
 
 abi::Tensor to_abi(const core::Tensor4& tensor);
 abi::Rows to_abi(const core::Rows3& rows);
@@ -54,6 +58,8 @@ public:
     // What loads the kernels of prepare() and clear_rows(), for side_by_side().
     [[nodiscard]] std::vector<std::function<void()>> loads() const;
     void prepare(void* stream) const;  // launches
+    // After prepare(), the last entry of the table of sequences: of documents that are sequences.
+    [[nodiscard]] const abi::Sequence* last_sequence() const { return problem_.sequences + problem_.num_sequences; }
     // Zeroes the rows that belong to no sequence; sets lse to -inf there.
     void clear_rows(const abi::Tensor& tensor, const abi::Rows& lse, int64_t heads, int64_t dims, bool query_side,
                     void* stream) const;

@@ -66,6 +66,11 @@ std::vector<jit::Source> forward_sm90(const Problem& p, const Arch& arch, std::s
         if (known.insert(jit::text_of(*spec, constants)).second)
             sources.push_back(jit::attention_source("fwd_sm90.cu", *spec, constants, p, mask));
     }
+    if (jit::documents_may_be_sequences(p, mask)) {
+        const jit::MaskProgram sequences = jit::render_mask(p, true);
+        if (const auto spec = jit::sm90_forward_spec(p, sequences, arch, &why_not))
+            sources.push_back(jit::attention_source("fwd_sm90.cu", *spec, spec->constants(), p, sequences));
+    }
     // The fewest queries are left to fwd_mma.
     for (jit::Source& source : forward_mma(p, arch, why_not)) sources.push_back(std::move(source));
     return sources;

@@ -16,13 +16,14 @@ using core::Problem;
 namespace {
 
 // Everything that Program is made from. Numbers as bytes: every call makes it anew.
-std::string identity(const Problem& p, Pass pass) {
+std::string identity(const Problem& p, Pass pass, bool sequences) {
     std::string key;
     const auto add = [&key](int64_t n) { key.append(reinterpret_cast<const char*>(&n), sizeof n); };
     // Bands are run-time numbers of the program, so they belong to its identity, though not to the text of the kernel.
-    for (const int64_t n : {static_cast<int64_t>(pass), int64_t{p.causal}, p.window_left, p.window_right, p.chunk,
-                            int64_t{p.packed_q}, int64_t{p.packed_kv}, static_cast<int64_t>(p.scalars.size()),
-                            static_cast<int64_t>(p.arrays.size()), static_cast<int64_t>(p.mask.size())}) {
+    for (const int64_t n :
+         {static_cast<int64_t>(pass), int64_t{sequences}, int64_t{p.causal}, p.window_left, p.window_right, p.chunk,
+          int64_t{p.packed_q}, int64_t{p.packed_kv}, static_cast<int64_t>(p.scalars.size()),
+          static_cast<int64_t>(p.arrays.size()), static_cast<int64_t>(p.mask.size())}) {
         add(n);
     }
     for (const core::Array& a : p.arrays) {
@@ -39,15 +40,15 @@ bool Program::first_time(const std::string& name) const {
     return seen_.insert(name).second;
 }
 
-std::shared_ptr<const Program> program_of(const Problem& p, Pass pass) {
+std::shared_ptr<const Program> program_of(const Problem& p, Pass pass, bool sequences) {
     constexpr size_t kMaxPrograms = 256;
     static std::mutex mutex;
     static std::map<std::string, std::shared_ptr<const Program>> programs;
-    std::string id = identity(p, pass);
+    std::string id = identity(p, pass, sequences);
     const std::lock_guard lock(mutex);
     if (const auto found = programs.find(id); found != programs.end()) return found->second;
     auto program = std::make_shared<Program>();
-    program->mask = jit::render_mask(p);
+    program->mask = jit::render_mask(p, sequences);
     program->gradient_arrays = pass == Pass::backward ? jit::num_gradient_arrays(p) : 0;
     program->key = std::to_string(p.arrays.size()) + " " + std::to_string(p.scalars.size());
     for (const core::Array& a : p.arrays) {

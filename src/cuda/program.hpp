@@ -35,7 +35,8 @@ private:
     mutable std::unordered_map<std::string, const Function*> functions_;  // which stay where they are, for good
 };
 
-std::shared_ptr<const Program> program_of(const core::Problem& problem, core::Pass pass);
+// With `sequences`, documents are not part of the mask (jit::render_mask).
+std::shared_ptr<const Program> program_of(const core::Problem& problem, core::Pass pass, bool sequences = false);
 
 // A kernel of a file that includes spec.cuh. Compiled, or read from the cache, if it is not loaded yet.
 const Function& kernel(const core::Problem& problem, const Program& program, const char* file, const char* entry,

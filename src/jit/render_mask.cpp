@@ -22,7 +22,8 @@ struct Answers {
 
 class Renderer {
 public:
-    Renderer(const Problem& problem, MaskProgram& program) : p_(problem), out_(program) {}
+    Renderer(const Problem& problem, MaskProgram& program, bool sequences)
+        : p_(problem), out_(program), sequences_(sequences) {}
 
     void run() {
         std::vector<Answers> parts;
@@ -146,6 +147,12 @@ private:
                 if (node.causal) tighten(out_.window_right, 0);  // bounds the tiles that are looked at
                 parts.push_back(alone(node));
                 break;
+            case MaskOp::documents:
+                if (sequences_) {
+                    out_.sequences_of = node.array[0];
+                    break;
+                }
+                [[fallthrough]];
             default:
                 parts.push_back(alone(node));
                 if (node.op == MaskOp::documents && parts.size() == 1) {  // it reads the first two arrays of MaskData
@@ -239,6 +246,7 @@ private:
 
     const Problem& p_;
     MaskProgram& out_;
+    const bool sequences_;  // documents are
     std::vector<std::string> chunks_;
     std::vector<std::string> documents_;  // dtypes of both arrays, if the first part of the mask is documents
     std::string functions_;
@@ -247,9 +255,9 @@ private:
 
 }  // namespace
 
-MaskProgram render_mask(const Problem& problem) {
+MaskProgram render_mask(const Problem& problem, bool sequences) {
     MaskProgram program;
-    Renderer(problem, program).run();
+    Renderer(problem, program, sequences).run();
     return program;
 }
 

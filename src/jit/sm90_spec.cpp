@@ -26,6 +26,15 @@ bool fits_tma(const core::Tensor4& t, int64_t batch, int64_t heads) {
 
 }  // namespace
 
+bool documents_may_be_sequences(const Problem& p, const MaskProgram& mask) {
+    // What depends on positions in the whole row stays as it is, and so do a row's bits if they shall not depend on
+    // others.
+    if (!mask.documents || !mask.numbers.empty() || p.dropout_threshold > 0 || p.has_lengths() || p.batch_invariant)
+        return false;
+    const DType ids = p.arrays[static_cast<size_t>(mask.operands[0].array)].dtype;
+    return ids == DType::i32 || ids == DType::i64;
+}
+
 Constants Sm90ForwardSpec::constants() const {
     // Registers of an SM: 64 K, shared in multiples of 8. Who classifies tiles needs more than who only counts them.
     const bool three = consumers == 3;
@@ -55,9 +64,9 @@ Constants Sm90ForwardSpec::constants() const {
             {"kSharedBytes", static_cast<int>(shared_bytes())}};
 }
 
-int64_t Sm90ForwardSpec::shared_bytes() const {  // of struct Shared, and what it takes to align it
+int64_t Sm90ForwardSpec::shared_bytes() const {  // of struct Shared
     const int64_t qk = round_up(dims_qk, kPanel), v = round_up(columns, kPanel);
-    return 2 * (q_buffers * rows() * qk + keys * (k_stages * qk + v_stages * v)) + 1024 + (bands ? 1024 : 4096);
+    return 2 * (q_buffers * rows() * qk + keys * (k_stages * qk + v_stages * v)) + (bands ? 1024 : 4096);
 }
 
 std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskProgram& mask, const Arch& arch,
@@ -88,7 +97,7 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     static_cast<OptionSpec&>(spec) = OptionSpec(p);
     spec.dims_qk = round_up(p.head_dim_qk, 16), spec.columns = round_up(p.head_dim_v, 16);
     spec.bands = mask.bands, spec.documents = mask.documents;
-    spec.table = p.cu_seqlens_q || p.cu_seqlens_kv || p.seqused_q || p.seqused_kv || p.leftpad_kv || p.q_offsets;
+    spec.table = p.has_lengths() || mask.sequences_of >= 0;
     spec.raw = !spec.softcap && !spec.slopes && p.softmax_scale > 0;
     const int dims = round_up(std::max(spec.dims_qk, spec.columns), kPanel);
     const bool plain = spec.raw && spec.bands && !spec.dropout;
@@ -97,7 +106,8 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
         // Three warpgroups have 160 registers per thread: enough where scores need no more than softmax. With a causal
         // mask 192 queries see more tiles that are half hidden: what counts while there are few.
         const bool short_causal = mask.window_right >= 0 && p.max_seqlen_q <= 1024 && !p.batch_invariant;
-        spec.consumers = plain && !spec.table && mask.numbers.empty() && !short_causal ? 3 : 2;
+        const bool short_sequences = short_causal || mask.sequences_of >= 0;
+        spec.consumers = plain && mask.numbers.empty() && !short_sequences ? 3 : 2;
         spec.k_stages = spec.v_stages = 4;
         if (crowded) spec.keys = 96;
     } else if (dims <= 128) {

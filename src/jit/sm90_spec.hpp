@@ -5,6 +5,7 @@
 
 #include "arch.hpp"
 #include "attention_source.hpp"
+#include "render_mask.hpp"
 
 namespace tilewise::jit {
 
@@ -28,6 +29,10 @@ struct Sm90ForwardSpec : OptionSpec {
 // Nothing, if the kernel does not take the problem; why_not then says why.
 std::optional<Sm90ForwardSpec> sm90_forward_spec(const core::Problem& problem, const MaskProgram& mask,
                                                  const Arch& arch, std::string* why_not);
+
+// Whether there is to be a kernel, too, that takes each document for a sequence, whose tiles of queries begin with it.
+// If they are runs of tokens, which prepare.cu finds out, it does the work.
+bool documents_may_be_sequences(const core::Problem& problem, const MaskProgram& mask);
 
 // wgmma.cuh for a kernel with these constants: products whose instructions name all of their registers.
 std::string render_wgmma(core::DType dtype, const Constants& constants);

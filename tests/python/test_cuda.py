@@ -156,6 +156,34 @@ def test_values_of_packed_sequences():
     compare(tensors((64, 4, 32), (95, 2, 32), (95, 2, 32), grad=True), call)  # some rows in no sequence
 
 
+DOCUMENTS = {
+    "rise": lambda b, n: n // (170 + 90 * b),
+    "padding at the end": lambda b, n: torch.where(n < 500 + b, n // 200, -1),
+    "one comes back": lambda b, n: n // 150 % 3,
+    "short": lambda b, n: n // 30,
+}
+
+
+@gpu
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_documents_that_are_runs(name, dim):
+    """Each is a sequence of its own, if the GPU finds that no id comes back; values are the same either way."""
+    rows = torch.arange(600).expand(2, -1)
+    ids = DOCUMENTS[name](torch.arange(2)[:, None], rows)
+
+    def call(q, k, v):
+        return attend(
+            q, k, v, causal=True, window=(90, 0), mask=masks.documents(ids.to(q.device)),
+            sinks=[0.5, -1.0, 0.0, 2.0], alibi_slopes=torch.tensor([0.1, 0.2, 0.0, 0.5], device=q.device),
+        )  # fmt: skip
+
+    inputs = tensors((2, 600, 4, dim), (2, 600, 2, dim), (2, 600, 2, dim), dtype=torch.bfloat16)
+    outputs, expected = call(*inputs), call(*[wide(x) for x in inputs])
+    for a, b in zip(outputs, expected, strict=True):
+        close(a, b, torch.bfloat16)
+
+
 @gpu
 def test_gradients_of_everything_else():
     extra = tensors((1, 4, 70, 90), (2, 4), (4,), (4, 90), (), seed=1, grad=True)
