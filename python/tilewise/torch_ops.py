@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -216,8 +217,30 @@ def _like(array: Any, shape: tuple[Any, ...]) -> Any:
     return array.new_empty([shape[axis] for axis in order]).permute(inverse(tuple(order)))
 
 
+# What a program of TorchInductor calls. The name is in programs that it keeps on disk: it stays.
+_COMPILED: Final = {"attention_forward": _forward, "attention_backward": _backward}
+for _name, _function in _COMPILED.items():
+    setattr(torch.ops.tilewise, f"{_name}_compiled", _function)
+
+
+@functools.cache
+def _shorten_compiled_calls(registry: Any) -> None:
+    """TorchInductor has taken gradients and autocast apart before it writes a program, so that the dispatcher would find
+    _forward and _backward after all: the program calls them. The registry is there from torch 2.13 on."""
+
+    def write(name: str, node: Any, writeline: Callable[[str], None]) -> None:
+        arguments = ", ".join([*node.codegen_args(), *node.codegen_kwargs()])
+        writeline(f"{node.get_name()} = torch.ops.tilewise.{name}_compiled({arguments})")
+
+    for name in _COMPILED:
+        line = registry.CustomCodegen(python=functools.partial(write, name))
+        registry.CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.tilewise.{name}.default"] = line
+
+
 @torch.library.register_fake("tilewise::attention_forward")
 def _fake_forward(*args: Any) -> tuple[Any, Any]:
+    if registry := sys.modules.get("torch._inductor.codegen.custom_extern_kernel_codegen"):
+        _shorten_compiled_calls(registry)
     settings, arrays, _ = _unpack(args)
     o_shape, lse_shape = _output_shapes(settings, arrays)
     q = arrays[Q]

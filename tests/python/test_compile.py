@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -245,6 +246,29 @@ def test_second_derivatives_are_refused():
     (dq,) = torch.autograd.grad(o.square().sum(), args[0], create_graph=True)
     with pytest.raises(tilewise.UnsupportedError, match="second-derivatives"):
         dq.sum().backward()
+
+
+def test_programs_of_inductor_leave_the_dispatcher_out(tmp_path) -> None:
+    """Also those that a later process finds on disk: nothing is traced there."""
+    program = (
+        "import torch, tilewise as tw\n"
+        "from torch._dynamo.utils import counters\n"
+        "q = torch.linspace(-1, 1, 80).reshape(1, 5, 2, 8).requires_grad_()\n"
+        "call = lambda q: tw.attention(q * 2, q, q, causal=True).square().sum()\n"
+        "f = torch.compile(call, fullgraph=True)\n"
+        "f(q).backward()\n"
+        "q.grad = None\n"
+        "with torch.autograd.profiler.profile() as seen:\n"
+        "    f(q).backward()\n"
+        "(known,) = torch.autograd.grad(call(q), q)\n"
+        "torch.testing.assert_close(q.grad, known)\n"
+        "hits = sum(n for name, n in counters['aot_autograd'].items() if name == 'autograd_cache_hit')\n"
+        "print(sum('tilewise::' in event.name for event in seen.function_events), hits)\n"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    command = [sys.executable, "-c", program]
+    runs = [subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.stdout.split() for run in runs] == [["0", "0"], ["0", "1"]]
 
 
 def test_first_call_of_a_process_may_be_compiled() -> None:
