@@ -287,7 +287,7 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
         return "@" + std::to_string(add_array(buffer));
     };
     const auto leaf = [&]() -> std::string {
-        switch (space.tma ? std::array{0, 1, 3, 3}[static_cast<size_t>(uniform(0, 3))] : uniform(0, 9)) {
+        switch (space.tma && chance(0.5) ? std::array{0, 1, 3, 3}[static_cast<size_t>(uniform(0, 3))] : uniform(0, 9)) {
             case 0: return "window(" + std::to_string(uniform(-1, 40)) + "," + std::to_string(uniform(-1, 40)) + ")";
             case 1: return "chunk(" + std::to_string(uniform(1, 60)) + ")";
             case 2:
@@ -361,9 +361,9 @@ Case::Case(uint64_t seed, const Space& space) : generator_(seed) {
     };
     if (chance(0.4) && heads_q > 0 && batch > 0) {
         mask_ = leaf();
-        if (chance(0.3)) mask_ = "and(" + mask_ + "," + (space.tma ? "window(9,30)" : leaf()) + ")";
-        if (chance(0.2) && !space.tma) mask_ = "or(" + mask_ + "," + leaf() + ")";
-        if (chance(0.15) && !space.tma) mask_ = "not(" + mask_ + ")";
+        if (chance(0.3)) mask_ = "and(" + mask_ + "," + (space.tma && chance(0.5) ? "window(9,30)" : leaf()) + ")";
+        if (chance(0.2)) mask_ = "or(" + mask_ + "," + leaf() + ")";
+        if (chance(0.15)) mask_ = "not(" + mask_ + ")";
         raw_.mask = mask_.c_str();
     }
     if (chance(0.25) && heads_q > 0 && batch > 0 && !space.tma) {

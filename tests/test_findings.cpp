@@ -127,6 +127,18 @@ TEST_F(Findings, TilesOfAnySize) {
     EXPECT_EQ(classes[2], 9);
 }
 
+// With a single query, rows of V are asked for ahead: of a V without memory, too, and past the end of any other.
+TEST_F(Findings, RowsAheadOfWhatThereIs) {
+    Buffer one_q(DType::f32, {2, 1, 2, 8}), one_o(DType::f32, {2, 1, 2, 8}), none_v(DType::f32, {2, 7, 2, 0}),
+        none_o(DType::f32, {2, 1, 2, 0});
+    problem.q = one_q.view(), forward.lse = {}, problem.backend = "cpu_tiled";
+    forward.o = one_o.view();
+    EXPECT_EQ(tilewise_forward(&problem, &forward), TILEWISE_OK) << tilewise_last_error();
+    problem.v = none_v.view(), forward.o = none_o.view();
+    problem.v.data = nullptr;
+    EXPECT_EQ(tilewise_forward(&problem, &forward), TILEWISE_OK) << tilewise_last_error();
+}
+
 // Those that make no plan looked at a problem of any size.
 TEST_F(Findings, EveryFunctionLooksAtTheSizeOfAProblem) {
     problem.struct_size = 40;

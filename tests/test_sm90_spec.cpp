@@ -120,12 +120,15 @@ TEST(Sm90Spec, SaysWhyNot) {
         std::function<void(tilewise_problem&)> change;
     };
     Documents documents;
+    std::string long_mask = "or(chunk(8)";
+    for (int n = 0; n < 52; ++n) long_mask += ",window(3,3)";
+    long_mask += ")";
     const std::vector<Case> cases = {
         {"dtype float32", [](auto& raw) { raw = problem_of(64, 64, TILEWISE_FLOAT32); }},
         {"head dims 264 and 64", [](auto& raw) { raw = problem_of(264, 64); }},
         {"head dims 64 and 320; at most 256", [](auto& raw) { raw = problem_of(64, 320); }},
         {"a head dim of 0", [](auto& raw) { raw = problem_of(64, 0); }},
-        {"its masks are causal", [](auto& raw) { raw.mask = "or(window(3,3),chunk(8))"; }},
+        {"a mask of 636 letters; at most 500", [&](auto& raw) { raw.mask = long_mask.c_str(); }},
         {"no bias and no score_mod",
          [](auto& raw) { raw.bias = tensor(TILEWISE_BFLOAT16, {1, kHeads, kRows, kRows}); }},
         {"no bias and no score_mod", [](auto& raw) { raw.score_mod = "mul(x,2)"; }},
@@ -310,6 +313,19 @@ TEST_P(Sm90Compiler, AllOptions) {
     raw.causal = 1, raw.softcap = 30, raw.dropout_p = 0.1;
     raw.alibi_slopes = tensor(TILEWISE_FLOAT32, {kHeads}), raw.sinks = tensor(TILEWISE_FLOAT32, {kHeads});
     expect_clean(raw);
+}
+
+TEST_P(Sm90Compiler, OtherMasks) {
+    tilewise_problem raw = problem_of(GetParam(), GetParam());
+    const tilewise_tensor keep = tensor(TILEWISE_BOOL, {kRows}), bounds = tensor(TILEWISE_INT32, {1, 1, kRows, 4});
+    const std::array<tilewise_tensor, 2> arrays{keep, bounds};
+    raw.arrays = arrays.data(), raw.num_arrays = 2;
+    for (const char* mask : {"and(prefix(100),key_padding(@0))", "intervals(@1,full)",
+                             "mod(or(lt(mod(add(i,j),7),3),eq(h,1)))", "or(window(9,9),not(chunk(64)))"}) {
+        SCOPED_TRACE(mask);
+        raw.mask = mask;
+        expect_clean(raw);
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(HeadDims, Sm90Compiler, ::testing::Values(64, 96, 128, 192, 256),

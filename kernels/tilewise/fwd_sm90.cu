@@ -356,6 +356,29 @@ TW_DEVICE void see_documents(Word (&seen)[kRowsPerThread][2], const Work& work, 
     }
 }
 
+// Bits of keys that any other mask hides go, one key of a lane after another: its text stands here once.
+TW_DEVICE void see_mask(Word (&seen)[kRowsPerThread][2], const Block& block, const MaskData& mask, int j0) {
+    constexpr int kBits = 16;
+    static_assert(kTileKV / 8 <= kBits && kRowsPerThread == 2, "64 bits are all that a lane has");
+    const auto place = [](int r, int c) { return (r * 2 + c) * kBits; };
+    unsigned long long left = 0;
+    for (int r = 0; r < 2; ++r) {
+        for (int c = 0; c < 2; ++c) left |= static_cast<unsigned long long>(seen[r][c]) << place(r, c);
+    }
+    unsigned long long hidden = 0;
+#pragma unroll 1
+    while (left != 0) {
+        const int bit = __ffsll(static_cast<long long>(left)) - 1, at = bit / kBits;
+        left &= left - 1;
+        const Int i = block.query(at < 2 ? row_of(0) : row_of(1)), j = j0 + column_of(bit % kBits, at % 2);
+        if (!visible(block.p, mask, block.site, i, j)) hidden |= 1ull << bit;
+    }
+    __syncwarp();
+    for (int r = 0; r < 2; ++r) {
+        for (int c = 0; c < 2; ++c) seen[r][c] &= ~static_cast<Word>(hidden >> place(r, c));
+    }
+}
+
 TW_DEVICE void consume(const Params& params, Shared& shared) {
     const abi::Problem& p = params.call.problem;
     const int group = __shfl_sync(0xffffffffu, warp_id() / 4, 0);  // the compiler sees that it is the same in all lanes
@@ -432,10 +455,11 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         const bool full = kBands ? j0 >= full_begin && j0 + kTileKV <= full_end : list().full[n / 32] >> n % 32 & 1u;
         if (!full) {
             const Block block = block_at(i0, head, slot);
-            Word visible[kRowsPerThread][2];
-            see_hulls(visible, block, params.mask, j0);
-            if constexpr (kDocuments) see_documents(visible, shared.work[slot], j0);
-            hide(s, visible);
+            Word seen[kRowsPerThread][2];
+            see_hulls(seen, block, params.mask, j0);
+            if constexpr (kDocuments) see_documents(seen, shared.work[slot], j0);
+            else if constexpr (!kBands) see_mask(seen, block, params.mask, j0);
+            hide(s, seen);
         }
         const bool grown = softmax.raise_reference(s, factors);
         const Shifts shifts = softmax.shifts();

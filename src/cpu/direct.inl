@@ -22,8 +22,13 @@ namespace tilewise::cpu::TILEWISE_ISA {
 template <class Element>
 [[gnu::always_inline]] inline void prefetch(const Source& source, int64_t r, int64_t d, int64_t count) {
     constexpr int64_t kLine = 64 / sizeof(Element);
-    const Element* const at = static_cast<const Element*>(source.data) + source.origin + r * source.row_stride + d;
-    for (int64_t n = 0; n < count; n += kLine) __builtin_prefetch(at + n, 0, 3);
+    // A number: there is no pointer to a place outside an array.
+    const auto at = reinterpret_cast<uintptr_t>(source.data) +
+                    static_cast<uintptr_t>(source.origin + r * source.row_stride + d) * sizeof(Element);
+    for (int64_t n = 0; n < count; n += kLine) {
+        // NOLINTNEXTLINE(performance-no-int-to-ptr): it is never followed
+        __builtin_prefetch(reinterpret_cast<const void*>(at + static_cast<uintptr_t>(n) * sizeof(Element)), 0, 3);
+    }
 }
 
 // s = Q K^T for keys [keys.begin, keys.end) of a tile.

@@ -13,8 +13,9 @@ using core::Problem;
 
 namespace {
 
-constexpr int kListed = 4096;  // tiles of keys, where those that are seen are listed
-constexpr int kPanel = 64;     // numbers in a row of a tile in shared memory: 128 bytes, what a swizzle spans
+constexpr int kListed = 4096;      // tiles of keys, where those that are seen are listed
+constexpr size_t kLongMask = 500;  // of text: it stands among wgmma's registers, and takes time to compile
+constexpr int kPanel = 64;         // numbers in a row of a tile in shared memory: 128 bytes, what a swizzle spans
 
 // TMA takes distances of whole 16 bytes below 2^40; what only one number of an axis exists of has no distance.
 bool fits_tma(const core::Tensor4& t, int64_t batch, int64_t heads) {
@@ -83,8 +84,10 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
                   "; at most 256 are taken");
     if (std::min(p.head_dim_qk, p.head_dim_v) < 1) return no("a head dim of 0");
     if (p.head_dim_v % 8 != 0) return no("head_dim_v " + std::to_string(p.head_dim_v) + "; multiples of 8 are taken");
-    if (!mask.bands && !mask.documents) return no("its masks are causal, windows, chunks and documents");
     if (p.bias || !p.score_mod.empty()) return no("it takes no bias and no score_mod");
+    if (!mask.bands && !mask.documents && p.mask.size() > kLongMask)
+        return no("a mask of " + std::to_string(p.mask.size()) + " letters; at most " + std::to_string(kLongMask) +
+                  " are taken");
     if (std::max(p.q_rows, p.kv_rows) >= int64_t{1} << 30)
         return no(std::to_string(std::max(p.q_rows, p.kv_rows)) + " rows; fewer than 2^30 are taken");
     if (std::min({p.q_rows, p.kv_rows, p.batch, p.num_heads_q}) < 1) return no("nothing to do");
