@@ -71,7 +71,7 @@ struct Problem {
     Int packed_q, packed_kv;
     Int q_offset_mode, q_offset_value;  // tilewise_offset_mode
     Index cu_q, cu_kv, used_q, used_kv, leftpad, q_offset;
-    Sequence* sequences;  // [num_sequences + 1], made by prepare.cu; null: all are q_rows by kv_rows long
+    Sequence* sequences;  // [num_sequences + 1], made on the device; null: all are q_rows by kv_rows long
     Int num_sequences;    // batch; or, where they are documents, at most so many
     Tensor q, k, v;
     double softmax_scale, softcap;

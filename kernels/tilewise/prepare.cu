@@ -2,28 +2,11 @@
 // trusts a value in device memory: lengths are clamped so that all rows lie inside the tensors and no two sequences
 // overlap.
 
-#include "base.cuh"
+#include "scan.cuh"
 
 namespace tilewise {
 
 constexpr int kThreads = 256, kBlocks = 1;
-
-// Inclusive scan over the block by `join`, which must be associative.
-template <class Join>
-TW_DEVICE Int block_scan(Int x, Int (&shared)[kThreads], const Join& join) {
-    const int t = threadIdx.x;
-    shared[t] = x;
-    __syncthreads();
-    for (int distance = 1; distance < kThreads; distance *= 2) {
-        const Int other = t >= distance ? shared[t - distance] : 0;
-        __syncthreads();
-        if (t >= distance) shared[t] = join(other, shared[t]);
-        __syncthreads();
-    }
-    const Int result = shared[t];
-    __syncthreads();
-    return result;
-}
 
 // sequences[batch + 1]; one block. The last entry holds the numbers of tiles.
 TW_KERNEL(prepare_sequences, abi::Problem, p) {
@@ -77,83 +60,6 @@ TW_KERNEL(prepare_sequences, abi::Problem, p) {
         }
         __syncthreads();
     }
-}
-
-// Calls f(token, lane, mask of those of the 32 tokens at a time where a run of equal ids begins) for the tokens of this warp.
-template <class IdOf, class F>
-TW_DEVICE void runs_of_warp(int tokens, int rows, const IdOf& id_of, const F& f) {
-    constexpr int kWarps = kThreads / 32;
-    const int lane = threadIdx.x % 32, each = (tokens + kThreads - 1) / kThreads * 32, begin = threadIdx.x / 32 * each;
-    const int end = static_cast<int>(minimum(begin + each, tokens));
-    static_assert(kWarps * 32 == kThreads, "whole warps");
-#pragma unroll 4
-    for (int at = begin; at < end; at += 32) {
-        const int token = static_cast<int>(minimum(at + lane, end - 1));
-        const bool begins = at + lane < end && (token % rows == 0 || id_of(token) != id_of(token - 1));
-        f(token, lane, __ballot_sync(0xffffffffu, begins));
-    }
-}
-
-template <int kDType>
-TW_DEVICE void find_documents(const abi::Documents& d, Int (&scratch)[kThreads], Int& carry) {
-    const abi::Problem& p = d.problem;
-    const int t = threadIdx.x, last = static_cast<int>(p.num_sequences);
-    const int rows = static_cast<int>(p.q_rows), tokens = static_cast<int>(p.batch) * rows;  // below 2^30
-    const auto id_of = [&](int token) {
-        return load_integer(d.ids.data, kDType, token / rows * d.ids.batch + token % rows * d.ids.row);
-    };
-    const auto sum_of = [](Int a, Int b) { return a + b; };
-
-    // Where runs begin; then what follows from where the one before and the next one do.
-    int runs = 0;
-    runs_of_warp(tokens, rows, id_of, [&](int, int, Word begins) { runs += __popc(begins); });
-    int n = static_cast<int>(block_scan(t % 32 == 0 ? runs : 0, scratch, sum_of)) - runs;  // before this warp
-    if (t == kThreads - 1) carry = n + runs;
-    __syncthreads();
-    const int all_runs = static_cast<int>(carry);
-    runs_of_warp(tokens, rows, id_of, [&](int token, int lane, Word begins) {
-        const int mine = n + __popc(begins & ((1u << lane) - 1));
-        if (begins >> lane & 1u && mine < last) p.sequences[mine].q_row0 = token;
-        n += __popc(begins);
-    });
-    __syncthreads();
-    if (t == 0) carry = 0;  // from here on: tiles
-    const auto start_of = [&](int run) { return static_cast<int>(p.sequences[run].q_row0); };
-    bool rises = all_runs <= last;
-    if (rises) {
-        for (int run = t; run < all_runs; run += kThreads) {
-            const int first = start_of(run), before = run > 0 ? start_of(run - 1) : 0;
-            const Int id = id_of(first), id_before = id_of(before);
-            if (first % rows == 0 || id < 0) continue;
-            // No id comes back: each is larger than the one before, and no padding between them.
-            rises &= id_before < 0 ? before % rows == 0 : id_before < id;
-        }
-    }
-    rises = __syncthreads_and(rises);
-    for (int base = 0; base <= last; base += kThreads) {
-        const int run = base + t;
-        abi::Sequence s{0, 0, 0, 0, 0, 0, 0, 0, 0};
-        if (rises && run < all_runs) {
-            const int first = start_of(run), behind = run + 1 < all_runs ? start_of(run + 1) : tokens;
-            s.b = first / rows, s.q_row0 = s.kv_row0 = s.kv_first_row = first % rows;
-            s.q_len = behind - first, s.kv_len = id_of(first) < 0 ? 0 : s.q_len;
-        }
-        const Int tiles = ceil_div(s.q_len, p.q_tile);
-        s.q_tiles_before = carry + block_scan(tiles, scratch, sum_of) - tiles;
-        if (run <= last) p.sequences[run] = s;
-        __syncthreads();  // all have read what came before, and where the next run begins
-        if (t == kThreads - 1) carry = s.q_tiles_before + tiles;
-        __syncthreads();
-    }
-}
-
-// sequences[num_sequences + 1], of documents that are runs of tokens; one block. Without any tile, if that is not so: if an
-// id comes back, as it may where ids do not rise, or if there are too many runs.
-TW_KERNEL(prepare_documents, abi::Documents, d) {
-    __shared__ Int scratch[kThreads];
-    __shared__ Int carry;
-    if (d.wide) find_documents<kI64>(d, scratch, carry);
-    else find_documents<kI32>(d, scratch, carry);
 }
 
 // A warp per row: rows of no sequence get 0, and lse = -inf.

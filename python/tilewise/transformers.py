@@ -38,7 +38,7 @@ _log: Final = logging.getLogger("tilewise.transformers")
 _COMPUTES_WITH_MASKS: Final = frozenset({"falcon"})
 
 # Older compilers may not be able to follow rule_of, and that would be an error where a tensor serves.
-_COMPILER_RECORDS: Final = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+_COMPILER_RECORDS: Final = torch.torch_version.TorchVersion(torch.__version__) >= (2, 11)
 
 # ---------------------------------------------------------------------------------------------------- the mask
 

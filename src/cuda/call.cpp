@@ -16,7 +16,7 @@ using core::Problem;
 
 namespace {
 
-constexpr const char *kPrepare = "prepare.cu", *kSummaries = "summaries.cu";
+constexpr const char *kPrepare = "prepare.cu", *kDocuments = "documents.cu", *kSummaries = "summaries.cu";
 constexpr int kThreads = 256;
 constexpr int64_t kSummary = 64;  // as in mask.cuh
 
@@ -208,7 +208,8 @@ std::vector<std::function<void()>> Call::loads() const {
     const auto add = [&](const char* file, const char* entry) {
         all.emplace_back([device = p_.device.index, file, entry] { plain_function(device, file, entry); });
     };
-    if (problem_.sequences) add(kPrepare, mask_.sequences_of >= 0 ? "prepare_documents" : "prepare_sequences");
+    if (mask_.sequences_of >= 0) add(kDocuments, "prepare_documents");
+    else if (problem_.sequences) add(kPrepare, "prepare_sequences");
     const auto used = [](const auto& summary) { return summary != nullptr; };
     if (std::any_of(masks_.begin(), masks_.end(), [&](const abi::MaskArray& a) { return used(a.summary); }) ||
         std::any_of(gather_summaries_.begin(), gather_summaries_.end(),
@@ -226,7 +227,7 @@ void Call::prepare(void* stream) const {
         const abi::MaskArray ids = mask_array(p_, {mask_.sequences_of, jit::MaskRole::q_tokens});
         const abi::Documents params{problem_, ids,
                                     p_.arrays[static_cast<size_t>(mask_.sequences_of)].dtype == core::DType::i64};
-        launch(plain_function(device, kPrepare, "prepare_documents"), config, params);
+        launch(plain_function(device, kDocuments, "prepare_documents"), config, params);
     } else if (problem_.sequences) {
         launch(plain_function(device, kPrepare, "prepare_sequences"), config, problem_);
     }

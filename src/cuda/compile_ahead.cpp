@@ -70,6 +70,7 @@ std::vector<jit::Source> forward_sm90(const Problem& p, const Arch& arch, std::s
         const jit::MaskProgram sequences = jit::render_mask(p, true);
         if (const auto spec = jit::sm90_forward_spec(p, sequences, arch, &why_not))
             sources.push_back(jit::attention_source("fwd_sm90.cu", *spec, spec->constants(), p, sequences));
+        sources.push_back(jit::plain_source("documents.cu"));
     }
     // The fewest queries are left to fwd_mma.
     for (jit::Source& source : forward_mma(p, arch, why_not)) sources.push_back(std::move(source));

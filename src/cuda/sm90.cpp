@@ -112,7 +112,7 @@ std::optional<Variant> variant_of(const Problem& p, bool sequences) {
 // The same again for documents that are sequences. Which of both has something to do, the device finds out.
 std::optional<Variant> sequences_of(const Problem& p, const Variant& masked) {
     if (!jit::documents_may_be_sequences(p, masked.program->mask)) return std::nullopt;
-    constexpr int64_t kMostTokens = 1 << 30, kFewTokens = 512;  // prepare.cu; where it pays
+    constexpr int64_t kMostTokens = 1 << 30, kFewTokens = 512;  // documents.cu; where it pays
     if (p.q_rows < kFewTokens || p.batch * p.q_rows >= kMostTokens) return std::nullopt;
     return variant_of(p, true);
 }
@@ -216,7 +216,7 @@ std::shared_ptr<const Kept> keep(const Problem& p, Workspace workspace) {
     return made;
 }
 
-// Returns where prepare.cu says whether there is anything to do, if documents are sequences.
+// Returns where documents.cu says whether there is anything to do, if documents are sequences.
 const abi::Sequence* run(const Problem& p, const core::ForwardArgs& args, const Variant& variant, Arena& arena,
                          const abi::Sequence* end_of_documents, void* stream) {
     const Decision& decision = variant.decision;

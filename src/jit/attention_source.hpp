@@ -39,6 +39,6 @@ int num_gradient_arrays(const core::Problem& problem);
 // A file of kernels/tilewise that includes spec.cuh. Kernels of the backward pass have names that start with bwd.
 Source attention_source(const char* file, const OptionSpec& options, const Constants& constants,
                         const core::Problem& problem, const MaskProgram& mask);
-Source plain_source(const char* file);  // prepare.cu, summaries.cu, combine.cu: the same for every problem
+Source plain_source(const char* file);  // prepare.cu, summaries.cu, combine.cu, ...: the same for every problem
 
 }  // namespace tilewise::jit

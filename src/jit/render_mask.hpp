@@ -28,7 +28,7 @@ struct MaskProgram {
     // Of the keys in the key_hull of a row it sees those whose key_document is its query_document, if that is not
     // negative.
     bool documents = false;
-    // The array with the ids of documents that are sequences instead (prepare.cu), and no part of the mask; or -1.
+    // The array with the ids of documents that are sequences instead (documents.cu), and no part of the mask; or -1.
     int sequences_of = -1;
     // causal and windows of the call and of the top level of the text, merged into one.
     int64_t window_left = -1, window_right = -1;

@@ -31,7 +31,7 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const core::Problem& problem, c
                                                  const Arch& arch, std::string* why_not);
 
 // Whether there is to be a kernel, too, that takes each document for a sequence, whose tiles of queries begin with it.
-// If they are runs of tokens, which prepare.cu finds out, it does the work.
+// If they are runs of tokens, which documents.cu finds out, it does the work.
 bool documents_may_be_sequences(const core::Problem& problem, const MaskProgram& mask);
 
 // wgmma.cuh for a kernel with these constants: products whose instructions name all of their registers.

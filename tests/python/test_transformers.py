@@ -300,7 +300,7 @@ def test_J01():
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "BERT"])
 def test_masks_of_compiled_models(name):
-    """As one graph, for any length: padding, packed sequences, windows, with gradients; since torch 2.13 never as
+    """As one graph, for any length: padding, packed sequences, windows, with gradients; since torch 2.11 never as
     length x length."""
     seen = []
 
