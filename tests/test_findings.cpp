@@ -26,7 +26,7 @@ struct Findings : testing::Test {
         tilewise_forward_args_init(&forward);
         forward.o = o.view(), forward.lse = lse.view();
     }
-    static void refused(tilewise_status status, tilewise_status expected, std::vector<std::string> parts) {
+    static void refused(tilewise_status status, tilewise_status expected, const std::vector<std::string>& parts) {
         EXPECT_EQ(status, expected);
         for (const std::string& part : parts)
             EXPECT_NE(std::string(tilewise_last_error()).find(part), std::string::npos) << tilewise_last_error();

@@ -144,6 +144,7 @@ TEST(Sm90Spec, SaysWhyNot) {
         // What the copy engine does not take.
         {"multiples of 16 bytes", [](auto& raw) { raw.q.strides[1] += 4; }},
         {"multiples of 16 bytes", [](auto& raw) { raw.k.strides[3] = 2; }},
+        // NOLINTNEXTLINE(performance-no-int-to-ptr)
         {"multiples of 16 bytes", [](auto& raw) { raw.v.data = reinterpret_cast<void*>(uintptr_t{8}); }},
         {"multiples of 16 bytes", [](auto& raw) { raw = problem_of(20, 64); }},
         {"multiples of 16 bytes", [](auto& raw) { raw.k.strides[2] = 0; }},

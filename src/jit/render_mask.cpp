@@ -88,10 +88,11 @@ public:
                 out_.documents ? "token_ids(data.masks[" + std::to_string(side) + "], site, " + tokens[side] + ")"
                                : "{nullptr, 0, 0}";
             const std::string id = out_.documents ? "token_id<" + documents_[side] + ">(ids, n)" : "n";
-            text += std::string("TW_DEVICE TokenIds ") + sides[side] +
-                    "_documents(const MaskData& data, const Site& site) {\n    return " + ids +
-                    ";\n}\nTW_DEVICE DocumentId " + sides[side] +
-                    "_document(const TokenIds& ids, Int n) {\n    return static_cast<DocumentId>(" + id + ");\n}\n";
+            text.append("TW_DEVICE TokenIds ").append(sides[side]);
+            text.append("_documents(const MaskData& data, const Site& site) {\n    return ").append(ids);
+            text.append(";\n}\nTW_DEVICE DocumentId ").append(sides[side]);
+            text.append("_document(const TokenIds& ids, Int n) {\n    return static_cast<DocumentId>(").append(id);
+            text.append(");\n}\n");
         }
         out_.text = std::move(text);
     }
