@@ -7,6 +7,7 @@
 // A kernel takes one struct by value. kThreads is the block size of the family, kBlocks how many share an SM.
 #define TW_KERNEL(name, Params, p) \
     extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) name(const __grid_constant__ Params p)
+// Aligned as TMA and wgmma want tiles that are swizzled over 128 bytes.
 #define TW_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]
 #endif
 #define TW_DEVICE static __device__ __forceinline__

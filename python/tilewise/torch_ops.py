@@ -72,17 +72,17 @@ def pack(settings: Settings, arrays: Sequence[Any], rng: Rng) -> tuple[Any, ...]
         [array for array in [*arrays[V + 1 :], seed_offset] if array is not None],
         [] if usual else sizes,
         [s.softcap, s.dropout_p, *scale, *s.scalars],
-        "|".join([" ".join(words), s.backend, s.mask, s.score_mod]).replace("\n", " "),
+        "|".join([" ".join(words), s.mask, s.score_mod, s.backend]).replace("\n", " "),
     )
 
 
 class _Options:
     """The argument `options`: numbers (_FLAGS, whether there is a softmax_scale, and for each optional array and the
-    tensor (seed, offset) whether it is there), backend, mask and score_mod, with "|" between them. A single line:
-    TorchInductor writes arguments into comments of the programs that it makes."""
+    tensor (seed, offset) whether it is there), mask, score_mod and backend, with "|" between them; the last may be
+    anything. A single line: TorchInductor writes arguments into comments of the programs that it makes."""
 
     def __init__(self, text: str) -> None:
-        words, self.backend, self.mask, self.score_mod = text.split("|")
+        words, self.mask, self.score_mod, self.backend = text.split("|", 3)
         numbers = [int(word) for word in words.split()]
         self.flags = dict(zip(_FLAGS, numbers, strict=False))
         self.has_scale, *given, self.has_seed_offset = numbers[len(_FLAGS) :]

@@ -110,7 +110,7 @@ std::optional<Variant> variant_of(const Problem& p, bool sequences) {
     return Variant{std::move(program), *decision};
 }
 // The same again for documents that are sequences. Which of both has something to do, the device finds out.
-std::optional<Variant> sequences_of(const Problem& p, const Variant& masked) {
+std::optional<Variant> as_sequences(const Problem& p, const Variant& masked) {
     if (!jit::documents_may_be_sequences(p, masked.program->mask)) return std::nullopt;
     constexpr int64_t kMostTokens = 1 << 30, kFewTokens = 512;  // documents.cu; where it pays
     if (p.q_rows < kFewTokens || p.batch * p.q_rows >= kMostTokens) return std::nullopt;
@@ -140,7 +140,7 @@ size_t workspace(const Problem& p, Pass pass) {
         [[maybe_unused]] const Memory memory(arena);
     };
     take(*masked);
-    if (const auto sequences = sequences_of(p, *masked)) take(*sequences);
+    if (const auto sequences = as_sequences(p, *masked)) take(*sequences);
     return std::max(static_cast<size_t>(arena.used()), kFwdMma.workspace_bytes(p, pass));
 }
 
@@ -154,7 +154,7 @@ std::string explain(const Problem& p, Pass pass) {
            " warpgroups and a producer, fp32 sums\n" + "  buffers: " + std::to_string(spec.q_buffers) + " of q, " +
            std::to_string(spec.k_stages) + " of k, " + std::to_string(spec.v_stages) + " of v\n" +
            "  work: " + std::to_string(decision.tiles) + " tiles for " + std::to_string(decision.blocks) + " blocks\n" +
-           (sequences_of(p, *masked) ? "  documents: sequences with tiles of their own, if the ids of queries and keys "
+           (as_sequences(p, *masked) ? "  documents: sequences with tiles of their own, if the ids of queries and keys "
                                        "are one array and rise\n"
                                      : "");
 }
@@ -199,7 +199,7 @@ std::shared_ptr<const Kept> keep(const Problem& p, Workspace workspace) {
     auto made = std::make_shared<Kept>();
     made->masked = variant_of(p, false);
     if (!made->masked) return made;
-    if (same_tokens(p, made->masked->program->mask)) made->sequences = sequences_of(p, *made->masked);
+    if (same_tokens(p, made->masked->program->mask)) made->sequences = as_sequences(p, *made->masked);
     std::vector<std::function<void()>> loads;
     bool first = false;  // some of it may have to be compiled: all at the same time
     for (std::optional<Variant>* variant : {&made->sequences, &made->masked}) {
