@@ -494,7 +494,7 @@ TW_KERNEL(fwd_mma, Params, params) {
             multiply_scores(s, queries, shared, n % 2);
             if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, n % 2, start_of(n), tile_class);
             float factors[kRowsPerThread];
-            if (softmax.raise_reference(s, factors)) Softmax::rescale(o, factors);
+            if (softmax.raise_reference(s, factors)) rescale(o, factors);
             await_v();
             if constexpr (kDropout) {
                 exponentiate_all(s, softmax);
@@ -526,7 +526,7 @@ TW_KERNEL(fwd_mma, Params, params) {
     float factors[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-        const float sum = softmax.row_sum(r);
+        const float sum = row_sum(softmax.sum[r]);
         factors[r] = 0;
         if (row_of(r) < rows) {
             const float reference = softmax.reference[r] * softmax.scale;

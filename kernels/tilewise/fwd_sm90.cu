@@ -24,6 +24,7 @@ namespace tilewise {
 
 constexpr int kPanelsQK = (kDimsQK + kPanel - 1) / kPanel, kPanelsV = (kColumns + kPanel - 1) / kPanel;
 constexpr int kConsumerThreads = kConsumers * 128;
+constexpr int kTurns = 1 + kConsumers;  // barriers of the turns; those before are the block's and its warpgroups'
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
 // What warpgroups give and take is what the block has at its start; who asks for more waits for ever.
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));
@@ -253,13 +254,13 @@ struct Closed {  // what the rows of this thread need at their end
 };
 
 // Writes lse. Can be done before o is there.
-TW_DEVICE Closed close_rows(const Params& params, const Block& block, const Softmax& softmax) {
+TW_DEVICE Closed close_rows(const Params& params, const Block& block, const ShiftedSoftmax& softmax) {
     const abi::Rows& lse = params.call.lse;
     Closed closed;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
         const int row = as_unknown(row_of(r));
-        float reference = softmax.reference[r] * softmax.scale, sum = softmax.row_sum(r);
+        float reference = softmax.reference[r], sum = row_sum(softmax.sum[r]);
         closed.factor[r] = close_row(block, row, reference, sum);
         if (lse.data && lane_id() % 4 == 0 && row < block.rows()) {
             const Int b = batch_of(block.p.packed_q, block.site.b);
@@ -394,7 +395,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     Scores s;
     Output o;
     Probabilities probabilities{};
-    Softmax softmax(scale);
+    ShiftedSoftmax softmax;
     float factors[kRowsPerThread];
 
     const auto leave = [](Barrier& barrier) {
@@ -408,6 +409,15 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         shared.v_full[values.at].wait(values.phase);
         if (kTable && v_rows < kTileKV) clear_rows(shared.v[values.at], v_rows, group);
     };
+    // Warpgroups start their products in turn, so that one has the tensor cores while others are at their scores. All have a
+    // turn for each tile of keys.
+    const auto await_turn = [&] {
+        if (kInTurn) await_threads(kTurns + group, 256);
+    };
+    const auto pass_turn = [&] {
+        if (kInTurn) come_by(kTurns + (group + 1 == kConsumers ? 0 : group + 1), 256);
+    };
+    if (group + 1 == kConsumers) pass_turn();
     // Goes to the next tile of queries, if there is one, and to its first tile of keys.
     const auto enter = [&] {
         shared.work_full[works.at].wait(works.phase);
@@ -445,7 +455,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         commit_products();
     };
     // From products to P; whether o is to be rescaled.
-    const auto finish_scores = [&] {
+    const auto finish_scores = [&](bool is_first) {
         const int j0 = first + n * kTileKV;
         v_rows = kv_len - j0;
         if constexpr (!kRaw) {
@@ -461,10 +471,10 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             else if constexpr (!kBands) see_mask(seen, block, params.mask, j0);
             hide(s, seen);
         }
-        const bool grown = softmax.raise_reference(s, factors);
-        const Shifts shifts = softmax.shifts();
-#pragma unroll
-        for (int f = 0; f < kTileKV / 8; ++f) softmax.exponentiate(s[0][f], shifts, 0);
+        bool grown = false;
+        if (is_first) softmax.start(s, scale);
+        else grown = softmax.follow(s, scale, factors);
+        softmax.exponentiate(s);
         if constexpr (kDropout) {
             const Block block = block_at(i0, head, slot);
             drop(s, Philox::make(p, block.site), block, j0);
@@ -477,6 +487,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
         // Before the first tile, and after the last, one of them is of what happens to be there, and is not used.
         const int i0_before = i0, head_before = head, slot_before = slot;
         const bool more = enter();
+        if (more && passes) await_turn(), pass_turn();
         const auto start_first_scores = [&] {
             if (more) {
                 // One tile may pass: to wait for a third one before the v of the tile before is free would be forever.
@@ -484,11 +495,15 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
                 shared.q_full[queries.at].wait(queries.phase);
                 await_k();
             }
+            if (kQBuffers > 1) await_turn();
             start_scores();
+            if (kQBuffers == 1) pass_turn();
         };
         const auto start_last_output = [&] {
             if (!first_work) await_v();
+            if (kQBuffers == 1) await_turn();
             start_output();
+            if (kQBuffers > 1) pass_turn();
         };
         const auto close = [&] {
             Closed closed{};
@@ -503,8 +518,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             if (kAhead) leave(shared.work_empty[slot_before]);
         };
         const auto finish_first_scores = [&] {
-            softmax = Softmax(scale);
-            if (more) leave_k(), finish_scores();
+            if (more) leave_k(), finish_scores(true);
         };
         if constexpr (kQBuffers > 1) {  // the next q is there already
             start_first_scores();
@@ -536,18 +550,20 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
 #pragma unroll 1
         for (int following = list().below(n); following >= 0; following = list().below(n)) {
             await_k();
+            await_turn();
             start_scores();
             await_v();
             start_output();
+            pass_turn();
             n = following;
             wait_for_products<1>();
             hold(s);
             leave_k();
-            const bool grown = finish_scores();
+            const bool grown = finish_scores(false);
             wait_for_products<0>();
             hold(o);
             leave_v();
-            if (grown) Softmax::rescale(o, factors);
+            if (grown) rescale(o, factors);
             probabilities.set(s);
         }
         leave(shared.q_empty[queries.at]), queries.advance();

@@ -119,10 +119,13 @@ TW_DEVICE void fence_copies() {}
 TW_DEVICE void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #endif
 
+// So many threads come to a barrier, and wait there for each other or do not.
 #ifdef TILEWISE_FAKE_CUDA
 TW_DEVICE void await_threads(int id, int count) { tw_barrier_sync(id, count); }
+TW_DEVICE void come_by(int id, int count) { tw_barrier_arrive(id, count); }
 #else
 TW_DEVICE void await_threads(int id, int count) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+TW_DEVICE void come_by(int id, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -59,13 +59,6 @@ struct Softmax {
         }
         return true;
     }
-    static __device__ __forceinline__ void rescale(Output& o, const float (&factors)[kRowsPerThread]) {
-#pragma unroll
-        for (int r = 0; r < kRowsPerThread; ++r) {
-#pragma unroll
-            for (int n = 0; n < kColumns / 8; ++n) o[r / 2][n][r % 2 * 2] *= factors[r], o[r / 2][n][r % 2 * 2 + 1] *= factors[r];
-        }
-    }
 
     __device__ __forceinline__ Shifts shifts() const {
         Shifts all;
@@ -83,10 +76,96 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) s[e] = exp2_fast(s[e] * scale - shifts.of[2 * m + e / 2]);
         sum[2 * m] += s[0] + s[1], sum[2 * m + 1] += s[2] + s[3];
     }
+};
 
-    __device__ __forceinline__ float row_sum(int r) const {
-        const float two = sum[r] + __shfl_xor_sync(0xffffffffu, sum[r], 1);
-        return two + __shfl_xor_sync(0xffffffffu, two, 2);
+TW_DEVICE void rescale(Output& o, const float (&factors)[kRowsPerThread]) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n) o[r / 2][n][r % 2 * 2] *= factors[r], o[r / 2][n][r % 2 * 2 + 1] *= factors[r];
+    }
+}
+// Of a row, from the sums of the four threads that share it.
+TW_DEVICE float row_sum(float sum) {
+    const float two = sum + __shfl_xor_sync(0xffffffffu, sum, 1);
+    return two + __shfl_xor_sync(0xffffffffu, two, 2);
+}
+
+// The same without a maximum, but for a row's first tile. The reference lies kHeadroom above the largest score when it is
+// chosen, so that exponents are negative until scores have grown past it: their signs tell, two of which cost an instruction
+// where two maxima cost twice as many. Exponents are at hand when the reference is raised, so that scores need not be.
+struct ShiftedSoftmax {
+    float reference[kRowsPerThread];  // r, in powers of two; -inf: nothing seen yet
+    float sum[kRowsPerThread];        // l, of this thread's columns
+
+    // A row's first tile: scores times scale become exponents.
+    __device__ __forceinline__ void start(Scores& s, float scale) {
+#pragma unroll
+        for (int r = 0; r < kRowsPerThread; ++r) {
+            const float highest = highest_of(s, r) * scale;
+            reference[r] = highest == -Limits<float>::infinity() ? highest : highest + kHeadroom, sum[r] = 0;
+        }
+        shift(s, scale);
+    }
+    // Any later one. Whether some row of the warp has a new reference; then o is to be multiplied by the factors of its rows.
+    __device__ __forceinline__ bool follow(Scores& s, float scale, float (&factors)[kRowsPerThread]) {
+        const Word signs = shift(s, scale);
+        bool grown = static_cast<int>(signs) >= 0;
+#pragma unroll
+        for (int r = 0; r < kRowsPerThread; ++r) grown |= reference[r] == -Limits<float>::infinity();
+        if (!__any_sync(0xffffffffu, grown)) return false;
+#pragma unroll
+        for (int r = 0; r < kRowsPerThread; ++r) {
+            const float highest = highest_of(s, r);
+            const bool is_first = reference[r] == -Limits<float>::infinity();
+            // A row whose own scores did not grow stays as it is: its bits do not depend on its neighbours.
+            factors[r] = 1;
+            if (highest > 0 || (is_first && highest > -Limits<float>::infinity())) {
+                const float by = highest + kHeadroom;
+                factors[r] = is_first ? 0 : exp2_fast(-by);
+                reference[r] = is_first ? by : reference[r] + by;
+#pragma unroll
+                for (int n = 0; n < kTileKV / 8; ++n) s[r / 2][n][r % 2 * 2] -= by, s[r / 2][n][r % 2 * 2 + 1] -= by;
+            }
+            sum[r] *= factors[r];
+        }
+        return true;
+    }
+    // Exponents become P.
+    __device__ __forceinline__ void exponentiate(Scores& s) {
+#pragma unroll
+        for (int n = 0; n < kMTiles * (kTileKV / 8); ++n) {
+            float(&four)[4] = s[n / (kTileKV / 8)][n % (kTileKV / 8)];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) four[e] = exp2_fast(four[e]);
+            const int m = n / (kTileKV / 8);
+            sum[2 * m] += four[0] + four[1], sum[2 * m + 1] += four[2] + four[3];
+        }
+    }
+
+private:
+    static __device__ __forceinline__ float highest_of(const Scores& s, int r) {  // in the row
+        float highest = larger(s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1]);
+#pragma unroll
+        for (int n = 1; n < kTileKV / 8; ++n) highest = larger(highest, larger(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+        highest = larger(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+        return larger(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+    }
+    // The sign of what is returned: that of all exponents is negative.
+    __device__ __forceinline__ Word shift(Scores& s, float scale) {
+        Word signs = ~0u;
+#pragma unroll
+        for (int r = 0; r < kRowsPerThread; ++r) {
+            // Nothing seen yet: any finite number serves.
+            const float by = reference[r] == -Limits<float>::infinity() ? 0.0f : reference[r];
+#pragma unroll
+            for (int n = 0; n < kTileKV / 8; ++n) {
+                float &left = s[r / 2][n][r % 2 * 2], &right = s[r / 2][n][r % 2 * 2 + 1];
+                left = left * scale - by, right = right * scale - by;
+                signs &= __float_as_uint(left) & __float_as_uint(right);
+            }
+        }
+        return signs;
     }
 };
 

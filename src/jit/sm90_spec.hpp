@@ -17,6 +17,7 @@ struct Sm90ForwardSpec : OptionSpec {
     int k_stages = 2, v_stages = 2, q_buffers = 2;
     bool bands = false, documents = false;
     bool table = false;   // lengths and offsets are in device memory
+    bool in_turn = false;  // warpgroups start their products one after the other
     bool delays = false;  // at barriers, to find what relies on speed
     bool raw = false;     // softmax takes products as they are: nothing but a positive scale
 
