@@ -4,6 +4,7 @@ A GPU that is loaded for seconds runs into its power limit, so times of differen
 all implementations in rounds, in rotated order, each at least 200 ms back to back; what counts is the ratio of two times
 of the same round. Calls are replayed from CUDA graphs where an implementation can be captured, and walk through two sets
 of inputs. The accuracy rule is checked before anything is timed. FLOPs: 4·pairs·d forward, 10·pairs·d backward.
+After the cells, Tilewise is compared with itself: `gpu_relations`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 
-from . import measure
+from . import gpu_relations, measure
 from .measure import Attention, Cell, Data, Tensor
 from .report import human_ratio, write_json
 
@@ -213,11 +214,14 @@ def make_attention(name: str, cell: Cell, device: str) -> Attention:
 def kernel_of(name: str, cell: Cell, data: Data) -> str:
     """Which kernel of ours, as `tilewise explain` names it; of a peer, what it was asked as."""
     if name == "tilewise":
-        options = measure.tilewise_options(cell, data.q.device)
-        text = tilewise.explain(*(x.detach() for x in data.qkv), backward=cell.pass_ == "bwd", **options)
-        found = re.search(r"implementation: (\S+)", text)
-        return found[1] if found else "unknown"
+        return our_kernel(data, cell.pass_ == "bwd", measure.tilewise_options(cell, data.q.device))
     return "flex_attention, torch.compile" if name == "flex" else f"SDPBackend.{SDPA[name].name}"
+
+
+def our_kernel(data: Data, backward: bool, options: dict[str, Any]) -> str:
+    text = tilewise.explain(*(x.detach() for x in data.qkv), backward=backward, **options)
+    found = re.search(r"implementation: (\S+)", text)
+    return found[1] if found else "unknown"
 
 
 def memory_refusal(name: str, cell: Cell, sets: int, free: int) -> str | None:
@@ -531,6 +535,7 @@ class Bench:
     input_sets: int = 2
     budget: float | None = None
     device: str = "cuda"
+    relations: gpu_relations.Sizes | None = None  # None: Tilewise is not compared with itself
     declined: list[dict[str, str]] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
     monitor: Monitor = field(default_factory=Monitor)
@@ -547,7 +552,7 @@ class Bench:
             self.free_memory()
             refusal = memory_refusal(name, cell, self.input_sets, self.memory_left())
             if refusal is not None:
-                self.decline(cell, name, refusal, say)
+                self.decline(label(cell), name, refusal, say)
                 continue
             with quiet() as seen:
                 try:
@@ -561,17 +566,14 @@ class Bench:
                     turn, entry.note = make_turn(attention, sets, backward, self.device)
                     entry.captured = turn.captured
                 except Exception as error:  # compilers and drivers raise what they like; the others shall still run
-                    self.decline(cell, name, why(error, seen), say)
+                    self.decline(label(cell), name, why(error, seen), say)
                     continue
-            if entry.note:
-                say(f"    {name}: plain calls, no graph: {entry.note}")
-            if not entry.error_ok:
-                say(f"    {name}: error beyond the rule: {worst(entry.accuracy)}")
+            tell(entry, say)
             ready[name] = entry, turn
         return ready
 
-    def decline(self, cell: Cell, name: str, reason: str, say: Callable[[str], None]) -> None:
-        self.declined.append({"cell": label(cell), "impl": name, "reason": reason})
+    def decline(self, where: str, name: str, reason: str, say: Callable[[str], None]) -> None:
+        self.declined.append({"cell": where, "impl": name, "reason": reason})
         say(f"    {name}: {reason}")
 
     def memory_left(self) -> int:
@@ -582,10 +584,7 @@ class Bench:
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
-    def run_cell(
-        self, cell: Cell, names: Sequence[str], rounds: int, say: Callable[[str], None]
-    ) -> list[dict[str, Any]]:
-        ready = self.prepare(cell, names, say)
+    def take_turns(self, ready: dict[str, tuple[Entry, Turn]], rounds: int) -> None:
         order = list(ready)
         for number in range(rounds):
             shift = number % max(1, len(order))
@@ -594,6 +593,12 @@ class Bench:
                 start = time.perf_counter()
                 entry.seconds.append(turn.run(self.min_seconds))
                 entry.spans.append((start, time.perf_counter()))
+
+    def run_cell(
+        self, cell: Cell, names: Sequence[str], rounds: int, say: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        ready = self.prepare(cell, names, say)
+        self.take_turns(ready, rounds)
         cudnn = ready["cudnn"][0] if "cudnn" in ready else None
         rows = []
         for entry, _ in ready.values():
@@ -615,6 +620,7 @@ class Bench:
                     "accuracy": entry.accuracy,
                 }
             )
+        say("    " + "  ".join(f"{row['impl']} {row['tflops']:.3g}" for row in rows) + " TFLOP/s")
         return rows
 
     def run(
@@ -623,25 +629,30 @@ class Bench:
         """`keep` gets the report after every cell: a run that is cut off loses nothing that it had."""
         report = {**about(self.device), "protocol": {}, "cells": []}
         plan = [(cell, wanted(cell, self.impls)) for cell in cells]
-        setups = [setup_seconds(cell, names) for cell, names in plan]
+        groups = gpu_relations.groups_of(cells, self.relations) if self.relations else []
+        setups = [setup_seconds(cell, names) for cell, names in plan] + [gpu_relations.SETUP_SECONDS] * len(groups)
         per_round = [round_seconds(cell, names, self.min_seconds) for cell, names in plan]
+        per_round += [group.round_seconds(self.min_seconds) for group in groups]
+        steps: list[tuple[str, str, Callable[..., list[dict[str, Any]]]]] = []
+        steps += [(label(cell), "cells", functools.partial(self.run_cell, cell, names)) for cell, names in plan]
+        steps += [
+            (str(group), "relations", functools.partial(gpu_relations.run_group, self, group)) for group in groups
+        ]
         budget = Budget(self.budget, self.rounds)
         begun = time.perf_counter()
         self.monitor.start()
         try:
-            for index, (cell, names) in enumerate(plan):
+            for index, (where, part, work) in enumerate(steps):
                 start = time.perf_counter()
                 rounds = budget.rounds_now(start - begun, sum(setups[index:]), sum(per_round[index:]))
-                say(f"[{index + 1:2}/{len(plan)}] {start - begun:5.0f} s  {label(cell)}, {rounds} rounds")
+                say(f"[{index + 1:2}/{len(steps)}] {start - begun:5.0f} s  {where}, {rounds} rounds")
                 if rounds == 0:
-                    self.decline(cell, "all", "no time left", say)
+                    self.decline(where, "all", "no time left", say)
                 else:
                     try:
-                        rows = self.run_cell(cell, names, rounds, say)
-                        report["cells"] += rows
-                        say("    " + "  ".join(f"{row['impl']} {row['tflops']:.3g}" for row in rows) + " TFLOP/s")
+                        report.setdefault(part, []).extend(work(rounds, say))
                     except Exception as error:
-                        self.decline(cell, "all", f"{type(error).__name__}: {why(error)}", say)
+                        self.decline(where, "all", f"{type(error).__name__}: {why(error)}", say)
                     self.free_memory()
                     budget.took(setups[index] + rounds * per_round[index], time.perf_counter() - start)
                 report["protocol"] = self.protocol(time.perf_counter() - begun)
@@ -672,6 +683,13 @@ class Bench:
 
 def label(cell: Cell) -> str:
     return f"{cell.pass_} {cell.dtype} d{cell.head_dim} {MASK_NAMES[cell.mask]} s{cell.seqlen_q} b{cell.batch}h{cell.heads_q}"
+
+
+def tell(entry: Entry, say: Callable[[str], None]) -> None:
+    if entry.note:
+        say(f"    {entry.name}: plain calls, no graph: {entry.note}")
+    if not entry.error_ok:
+        say(f"    {entry.name}: error beyond the rule: {worst(entry.accuracy)}")
 
 
 def worst(accuracy: dict[str, Any]) -> str:
@@ -757,8 +775,11 @@ def columns(report: dict[str, Any]) -> list[str]:
 def rate(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
-    text = f"{row['tflops']:.0f}" if row["tflops"] >= 100 else f"{row['tflops']:.3g}"
-    return text if row["error_ok"] else text + " (inaccurate)"
+    return figure(row["tflops"]) + ("" if row["error_ok"] else " (inaccurate)")
+
+
+def figure(tflops: float) -> str:
+    return f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}"
 
 
 def body(report: dict[str, Any]) -> list[list[str]]:
@@ -818,10 +839,15 @@ EXPLANATION = (
 
 
 def to_table(report: dict[str, Any]) -> Table:
+    return table_of(columns(report), body(report), {"pass", "mask"})
+
+
+def table_of(names: Sequence[str], lines: Sequence[Sequence[str]], words: set[str]) -> Table:
+    """Words to the left, figures to the right."""
     table = Table(show_edge=False, pad_edge=False, header_style="bold")
-    for index, column in enumerate(columns(report)):
-        table.add_column(column, justify="left" if index in (0, 2) else "right", no_wrap=True)
-    for line in body(report):
+    for name in names:
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=True)
+    for line in lines:
         table.add_row(*line)
     return table
 
@@ -848,6 +874,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     ]
     if extra := reasons(report):
         lines += ["", "Not run:", "", *(f"- {line}" for line in extra)]
+    lines += gpu_relations.to_markdown(report)
     return "\n".join(lines) + "\n"
 
 
@@ -887,8 +914,13 @@ def run(bench: Bench, cells: Sequence[Cell], folder: Path | None, console: Conso
     console.print()
     for line in (EXPLANATION, *reasons(report), *means(report)):
         say(line)
-    failed = inaccurate(report)
-    missing = sum(1 for rows in by_cell(report).values() if "tilewise" not in rows)
+    if report.get("relations"):
+        console.print()
+        console.print(gpu_relations.to_table(report))
+        console.print()
+        say(gpu_relations.EXPLANATION)
+    failed = inaccurate(report) + gpu_relations.inaccurate(report)
+    missing = sum(1 for rows in by_cell(report).values() if "tilewise" not in rows) + gpu_relations.missing(report)
     say("Files: " + ", ".join(map(str, files)))
     say(
         f"{len(by_cell(report))} cells in {report['protocol'].get('seconds', 0):.0f} s; accuracy of Tilewise: "
