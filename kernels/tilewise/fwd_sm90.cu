@@ -12,8 +12,9 @@
 //     exp units                          P(n) of S(n)                         P(n-1) of S(n-1)
 //
 // and so from one tile of queries to the next: the first scores of the next are under way while o of the last is written.
-// Softmax is that of fwd_mma: o is rescaled only when a row's scores have grown by 2^8. Tiles of keys come from the last
-// one down, so that a causal mask, or the end of the keys, is dealt with first.
+// Warpgroups start their products in turn, so that one is at its scores while the products of another are under way. o is
+// rescaled only when a row's scores have grown by 2^8. Tiles of keys come from the last one down, so that a causal mask, or
+// the end of the keys, is dealt with first.
 
 #include "spec.cuh"
 #include "sm90.cuh"

@@ -153,9 +153,10 @@ private:
     }
     // The sign of what is returned: that of all exponents is negative.
     __device__ __forceinline__ Word shift(Scores& s, float scale) {
-        Word signs = ~0u;
+        Word all = ~0u;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
+            Word signs = ~0u;  // a chain for each row
             // Nothing seen yet: any finite number serves.
             const float by = reference[r] == -Limits<float>::infinity() ? 0.0f : reference[r];
 #pragma unroll
@@ -164,8 +165,9 @@ private:
                 left = left * scale - by, right = right * scale - by;
                 signs &= __float_as_uint(left) & __float_as_uint(right);
             }
+            all &= signs;
         }
-        return signs;
+        return all;
     }
 };
 

@@ -16,10 +16,10 @@ struct Sm90ForwardSpec : OptionSpec {
     int keys = 128;                // of a tile
     int k_stages = 2, v_stages = 2, q_buffers = 2;
     bool bands = false, documents = false;
-    bool table = false;   // lengths and offsets are in device memory
+    bool table = false;    // lengths and offsets are in device memory
     bool in_turn = false;  // warpgroups start their products one after the other
-    bool delays = false;  // at barriers, to find what relies on speed
-    bool raw = false;     // softmax takes products as they are: nothing but a positive scale
+    bool delays = false;   // at barriers, to find what relies on speed
+    bool raw = false;      // softmax takes products as they are: nothing but a positive scale
 
     [[nodiscard]] int rows() const { return consumers * 64; }
     [[nodiscard]] int threads() const { return consumers * 128 + 128; }
