@@ -16,6 +16,22 @@ constexpr float kHeadroom = 8;
 using Scores = float[kMTiles][kTileKV / 8][4];  // accumulator fragments: 16 kMTiles rows of a warp
 using Output = float[kMTiles][kColumns / 8][4];
 
+TW_DEVICE float highest_of(const Scores& s, int r) {  // of row r, in this thread's columns
+    float highest = larger(s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1]);
+#pragma unroll
+    for (int n = 1; n < kTileKV / 8; ++n) highest = larger(highest, larger(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+    return highest;
+}
+// Of a row, from what the four threads that share it have.
+TW_DEVICE float highest_in_row(float highest) {
+    highest = larger(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+    return larger(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+}
+TW_DEVICE float row_sum(float sum) {
+    const float two = sum + __shfl_xor_sync(0xffffffffu, sum, 1);
+    return two + __shfl_xor_sync(0xffffffffu, two, 2);
+}
+
 struct Shifts {  // what exponents are shifted by, per row
     float of[kRowsPerThread];
 };
@@ -37,18 +53,13 @@ struct Softmax {
         bool grown = false;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
-            highest[r] = larger(s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1]);
-#pragma unroll
-            for (int n = 1; n < kTileKV / 8; ++n) {
-                highest[r] = larger(highest[r], larger(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
-            }
+            highest[r] = highest_of(s, r);
             grown |= highest[r] > reference[r] + headroom;
         }
         if (!__any_sync(0xffffffffu, grown)) return false;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
-            highest[r] = larger(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 1));
-            highest[r] = larger(highest[r], __shfl_xor_sync(0xffffffffu, highest[r], 2));
+            highest[r] = highest_in_row(highest[r]);
             // A row whose own scores did not grow stays as it is: its bits do not depend on its neighbours.
             factors[r] = 1;
             if (highest[r] > reference[r] + headroom) {
@@ -85,11 +96,6 @@ TW_DEVICE void rescale(Output& o, const float (&factors)[kRowsPerThread]) {
         for (int n = 0; n < kColumns / 8; ++n) o[r / 2][n][r % 2 * 2] *= factors[r], o[r / 2][n][r % 2 * 2 + 1] *= factors[r];
     }
 }
-// Of a row, from the sums of the four threads that share it.
-TW_DEVICE float row_sum(float sum) {
-    const float two = sum + __shfl_xor_sync(0xffffffffu, sum, 1);
-    return two + __shfl_xor_sync(0xffffffffu, two, 2);
-}
 
 // The same without a maximum, but for a row's first tile. The reference lies kHeadroom above the largest score when it is
 // chosen, so that exponents are negative until scores have grown past it: their signs tell, two of which cost an instruction
@@ -102,7 +108,7 @@ struct ShiftedSoftmax {
     __device__ __forceinline__ void start(Scores& s, float scale) {
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
-            const float highest = highest_of(s, r) * scale;
+            const float highest = highest_in_row(highest_of(s, r)) * scale;
             reference[r] = highest == -Limits<float>::infinity() ? highest : highest + kHeadroom, sum[r] = 0;
         }
         shift(s, scale);
@@ -116,7 +122,7 @@ struct ShiftedSoftmax {
         if (!__any_sync(0xffffffffu, grown)) return false;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
-            const float highest = highest_of(s, r);
+            const float highest = highest_in_row(highest_of(s, r));
             const bool is_first = reference[r] == -Limits<float>::infinity();
             // A row whose own scores did not grow stays as it is: its bits do not depend on its neighbours.
             factors[r] = 1;
@@ -144,13 +150,6 @@ struct ShiftedSoftmax {
     }
 
 private:
-    static __device__ __forceinline__ float highest_of(const Scores& s, int r) {  // in the row
-        float highest = larger(s[r / 2][0][r % 2 * 2], s[r / 2][0][r % 2 * 2 + 1]);
-#pragma unroll
-        for (int n = 1; n < kTileKV / 8; ++n) highest = larger(highest, larger(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
-        highest = larger(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-        return larger(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
-    }
     // The sign of what is returned: that of all exponents is negative.
     __device__ __forceinline__ Word shift(Scores& s, float scale) {
         Word all = ~0u;
