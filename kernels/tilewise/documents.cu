@@ -5,7 +5,7 @@
 
 namespace tilewise {
 
-constexpr int kThreads = 256, kBlocks = 1;
+constexpr int kThreads = 1024, kBlocks = 1;
 
 // sequences[num_sequences + 1], of documents that are runs of tokens; one block. Without any tile, if that is not so: if an
 // id comes back, as it may where ids do not rise, or if there are too many runs.

@@ -134,14 +134,6 @@ TW_DEVICE void multiply_scores(Scores& s, const Queries& queries, const Shared& 
 // ---------------------------------------------------------------------------------------------------------------------
 // Output
 
-constexpr int kFragments = kMTiles * kTileKV / 8;
-
-TW_DEVICE void exponentiate_all(Scores& s, Softmax& softmax) {
-    const Shifts shifts = softmax.shifts();
-#pragma unroll
-    for (int f = 0; f < kFragments; ++f) softmax.exponentiate(s[f / (kTileKV / 8)][f % (kTileKV / 8)], shifts, f / (kTileKV / 8));
-}
-
 // o += P V; P is rounded to the dtype of V. With kExponentiate, P is still what exponentiate() takes: exp units work on
 // the keys of the next step while tensor cores work on these.
 template <bool kExponentiate>
@@ -494,10 +486,10 @@ TW_KERNEL(fwd_mma, Params, params) {
             multiply_scores(s, queries, shared, n % 2);
             if (!kRaw || tile_class != kFull) finish_scores(s, score, block, shared, n % 2, start_of(n), tile_class);
             float factors[kRowsPerThread];
-            if (softmax.raise_reference(s, factors)) rescale(o, factors);
+            if (softmax.follow(s, factors)) rescale(o, factors);
             await_v();
             if constexpr (kDropout) {
-                exponentiate_all(s, softmax);
+                softmax.exponentiate(s);
                 drop(s, philox, block, start_of(n));
             }
             multiply_output<!kDropout>(o, s, softmax, shared, n % 2);

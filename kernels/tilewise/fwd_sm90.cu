@@ -25,6 +25,8 @@ namespace tilewise {
 
 constexpr int kPanelsQK = (kDimsQK + kPanel - 1) / kPanel, kPanelsV = (kColumns + kPanel - 1) / kPanel;
 constexpr int kConsumerThreads = kConsumers * 128;
+// With three warpgroups on an SM, issue slots are scarcer than what a maximum keeps busy.
+using RowSoftmax = RowSoftmaxOf<kSigns != 0>::Type;
 constexpr int kTurns = 1 + kConsumers;  // barriers of the turns; those before are the block's and its warpgroups'
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
 // What warpgroups give and take is what the block has at its start; who asks for more waits for ever.
@@ -255,13 +257,13 @@ struct Closed {  // what the rows of this thread need at their end
 };
 
 // Writes lse. Can be done before o is there.
-TW_DEVICE Closed close_rows(const Params& params, const Block& block, const ShiftedSoftmax& softmax) {
+TW_DEVICE Closed close_rows(const Params& params, const Block& block, const RowSoftmax& softmax) {
     const abi::Rows& lse = params.call.lse;
     Closed closed;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
         const int row = as_unknown(row_of(r));
-        float reference = softmax.reference[r], sum = row_sum(softmax.sum[r]);
+        float reference = softmax.power(r), sum = row_sum(softmax.sum[r]);
         closed.factor[r] = close_row(block, row, reference, sum);
         if (lse.data && lane_id() % 4 == 0 && row < block.rows()) {
             const Int b = batch_of(block.p.packed_q, block.site.b);
@@ -384,7 +386,6 @@ TW_DEVICE void see_mask(Word (&seen)[kRowsPerThread][2], const Block& block, con
 TW_DEVICE void consume(const Params& params, Shared& shared) {
     const abi::Problem& p = params.call.problem;
     const int group = __shfl_sync(0xffffffffu, warp_id() / 4, 0);  // the compiler sees that it is the same in all lanes
-    const float scale = kRaw ? static_cast<float>(p.softmax_scale) * kLog2E : kLog2E;
     Ring<kWorks> works;
     Ring<kQBuffers> queries;
     Ring<kKStages> keys;
@@ -396,7 +397,7 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
     Scores s;
     Output o;
     Probabilities probabilities{};
-    ShiftedSoftmax softmax;
+    RowSoftmax softmax(kRaw ? static_cast<float>(p.softmax_scale) * kLog2E : kLog2E);
     float factors[kRowsPerThread];
 
     const auto leave = [](Barrier& barrier) {
@@ -473,8 +474,8 @@ TW_DEVICE void consume(const Params& params, Shared& shared) {
             hide(s, seen);
         }
         bool grown = false;
-        if (is_first) softmax.start(s, scale);
-        else grown = softmax.follow(s, scale, factors);
+        if (is_first) softmax.start(s);
+        else grown = softmax.follow(s, factors);
         softmax.exponentiate(s);
         if constexpr (kDropout) {
             const Block block = block_at(i0, head, slot);

@@ -46,8 +46,16 @@ struct Softmax {
         for (int r = 0; r < kRowsPerThread; ++r) reference[r] = -Limits<float>::infinity(), sum[r] = 0;
     }
 
-    // Whether some row of the warp has a new reference; then o is to be multiplied by the factors of its rows.
-    __device__ __forceinline__ bool raise_reference(const Scores& s, float (&factors)[kRowsPerThread]) {
+    __device__ __forceinline__ float power(int r) const { return reference[r] * scale; }
+
+    // A row's first tile.
+    __device__ __forceinline__ void start(const Scores& s) {
+        *this = Softmax(scale);
+        float factors[kRowsPerThread];
+        follow(s, factors);
+    }
+    // Any tile. Whether some row of the warp has a new reference; then o is to be multiplied by the factors of its rows.
+    __device__ __forceinline__ bool follow(const Scores& s, float (&factors)[kRowsPerThread]) {
         float highest[kRowsPerThread];
         const float headroom = kHeadroom / scale;
         bool grown = false;
@@ -87,6 +95,11 @@ struct Softmax {
         for (int e = 0; e < 4; ++e) s[e] = exp2_fast(s[e] * scale - shifts.of[2 * m + e / 2]);
         sum[2 * m] += s[0] + s[1], sum[2 * m + 1] += s[2] + s[3];
     }
+    __device__ __forceinline__ void exponentiate(Scores& s) {
+        const Shifts by = shifts();
+#pragma unroll
+        for (int n = 0; n < kMTiles * (kTileKV / 8); ++n) exponentiate(s[n / (kTileKV / 8)][n % (kTileKV / 8)], by, n / (kTileKV / 8));
+    }
 };
 
 TW_DEVICE void rescale(Output& o, const float (&factors)[kRowsPerThread]) {
@@ -101,21 +114,25 @@ TW_DEVICE void rescale(Output& o, const float (&factors)[kRowsPerThread]) {
 // chosen, so that exponents are negative until scores have grown past it: their signs tell, two of which cost an instruction
 // where two maxima cost twice as many. Exponents are at hand when the reference is raised, so that scores need not be.
 struct ShiftedSoftmax {
+    float scale;
     float reference[kRowsPerThread];  // r, in powers of two; -inf: nothing seen yet
     float sum[kRowsPerThread];        // l, of this thread's columns
 
+    __device__ __forceinline__ explicit ShiftedSoftmax(float s) : scale(s) {}
+    __device__ __forceinline__ float power(int r) const { return reference[r]; }
+
     // A row's first tile: scores times scale become exponents.
-    __device__ __forceinline__ void start(Scores& s, float scale) {
+    __device__ __forceinline__ void start(Scores& s) {
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
             const float highest = highest_in_row(highest_of(s, r)) * scale;
             reference[r] = highest == -Limits<float>::infinity() ? highest : highest + kHeadroom, sum[r] = 0;
         }
-        shift(s, scale);
+        shift(s);
     }
     // Any later one. Whether some row of the warp has a new reference; then o is to be multiplied by the factors of its rows.
-    __device__ __forceinline__ bool follow(Scores& s, float scale, float (&factors)[kRowsPerThread]) {
-        const Word signs = shift(s, scale);
+    __device__ __forceinline__ bool follow(Scores& s, float (&factors)[kRowsPerThread]) {
+        const Word signs = shift(s);
         bool grown = static_cast<int>(signs) >= 0;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) grown |= reference[r] == -Limits<float>::infinity();
@@ -151,7 +168,7 @@ struct ShiftedSoftmax {
 
 private:
     // The sign of what is returned: that of all exponents is negative.
-    __device__ __forceinline__ Word shift(Scores& s, float scale) {
+    __device__ __forceinline__ Word shift(Scores& s) {
         Word all = ~0u;
 #pragma unroll
         for (int r = 0; r < kRowsPerThread; ++r) {
@@ -168,6 +185,15 @@ private:
         }
         return all;
     }
+};
+
+template <bool kSigns>
+struct RowSoftmaxOf {
+    using Type = ShiftedSoftmax;
+};
+template <>
+struct RowSoftmaxOf<false> {
+    using Type = Softmax;
 };
 
 }  // namespace tilewise

@@ -20,19 +20,28 @@ TW_DEVICE Int offset_of_plane(const abi::MaskArray& a, Int plane) {
     return plane / a.plane_batch * a.batch + plane % a.plane_batch * a.head;
 }
 
-// A thread per block of 64 tokens.
+// A warp per block of 64 tokens.
 TW_KERNEL(summarise_tokens, abi::Summarise, p) {
     const abi::MaskArray& a = p.array;
-    const Int blocks = ceil_div(a.rows, kSummary), n = Int(blockIdx.x) * kThreads + threadIdx.x;
+    const Int blocks = ceil_div(a.rows, kSummary), n = (Int(blockIdx.x) * kThreads + threadIdx.x) / 32;
     if (n >= blocks * a.planes) return;
     const Int start = offset_of_plane(a, n / blocks), first = n % blocks * kSummary;
     Int low = kNoInteger, high = -kNoInteger, low_document = kNoInteger;
-    for (Int token = first; token < minimum(first + kSummary, a.rows); ++token) {
+#pragma unroll
+    for (int part = 0; part < kSummary / 32; ++part) {
+        const Int token = first + part * 32 + threadIdx.x % 32;
+        if (token >= a.rows) continue;
         Int x = load_integer(a.data, p.dtype, start + token * a.row);
         if (p.as_bool) x = x != 0;
         low = minimum(low, x), high = maximum(high, x);
         if (x >= 0) low_document = minimum(low_document, x);
     }
+    for (int distance = 16; distance > 0; distance /= 2) {
+        low = minimum(low, Int{__shfl_xor_sync(0xffffffffu, low, distance)});
+        high = maximum(high, Int{__shfl_xor_sync(0xffffffffu, high, distance)});
+        low_document = minimum(low_document, Int{__shfl_xor_sync(0xffffffffu, low_document, distance)});
+    }
+    if (threadIdx.x % 32 > 0) return;
     Int* const out = a.summary + n * kSummaryNumbers;
     out[0] = low, out[1] = high, out[2] = low_document, out[3] = 0;
 }

@@ -51,7 +51,7 @@ constexpr const char* kTunable[] = {
     "bwd_mma:kWarps",    "bwd_mma:kBlocks",    "bwd_mma:kTileQ",        "bwd_mma:kTileKV",       "bwd_mma:kStages",
     "bwd_mma:kWarpsQ",   "bwd_mma:kWarpsKeys", "bwd_mma:kWarpsQueries", "bwd_mma:kReadAhead",    "fwd_sm90:kConsumers",
     "fwd_sm90:kTileKV",  "fwd_sm90:kKStages",  "fwd_sm90:kVStages",     "fwd_sm90:kQBuffers",    "fwd_sm90:kDelays",
-    "fwd_sm90:kInTurn"};
+    "fwd_sm90:kInTurn",  "fwd_sm90:kSigns"};
 
 Constants parse_config(const std::string& text) {
     const auto fail = [&](const std::string& part) {

@@ -17,7 +17,7 @@ using core::Problem;
 namespace {
 
 constexpr const char *kPrepare = "prepare.cu", *kDocuments = "documents.cu", *kSummaries = "summaries.cu";
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kDocumentThreads = 1024;
 constexpr int64_t kSummary = 64;  // as in mask.cuh
 
 abi::Index to_index(const Array& array) {
@@ -227,7 +227,9 @@ void Call::prepare(void* stream) const {
         const abi::MaskArray ids = mask_array(p_, {mask_.sequences_of, jit::MaskRole::q_tokens});
         const abi::Documents params{problem_, ids,
                                     p_.arrays[static_cast<size_t>(mask_.sequences_of)].dtype == core::DType::i64};
+        config.block.x = kDocumentThreads;
         launch(plain_function(device, kDocuments, "prepare_documents"), config, params);
+        config.block.x = kThreads;
     } else if (problem_.sequences) {
         launch(plain_function(device, kPrepare, "prepare_sequences"), config, problem_);
     }
@@ -250,7 +252,7 @@ void Call::prepare(void* stream) const {
                 break;
             default:
                 params.as_bool = mask_.operands[n].role == jit::MaskRole::key_padding;
-                config.grid.x = blocks_for(blocks, kThreads);
+                config.grid.x = blocks_for(blocks, kThreads / 32);
                 launch(plain_function(device, kSummaries, "summarise_tokens"), config, params);
         }
     }

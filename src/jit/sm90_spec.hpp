@@ -18,6 +18,7 @@ struct Sm90ForwardSpec : OptionSpec {
     bool bands = false, documents = false;
     bool table = false;    // lengths and offsets are in device memory
     bool in_turn = false;  // warpgroups start their products one after the other
+    bool signs = false;    // of exponents in place of a maximum (softmax.cuh)
     bool delays = false;   // at barriers, to find what relies on speed
     bool raw = false;      // softmax takes products as they are: nothing but a positive scale
 
