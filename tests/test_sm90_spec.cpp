@@ -82,6 +82,7 @@ TEST(Sm90Spec, EveryHeadDimHasItsTiles) {
                 };
                 EXPECT_EQ(value("kSharedBytes"), spec->shared_bytes());
                 EXPECT_EQ(value("kThreads"), 128 * (spec->consumers + 1));
+                EXPECT_EQ(value("kSigns"), spec->consumers == 2);
                 // All registers of an SM, in the steps of setmaxnreg; and S, P and o have room in a consumer's.
                 const int consumer = value("kConsumerRegisters"), producer = value("kProducerRegisters");
                 EXPECT_EQ(consumer % 8 + producer % 8, 0);
