@@ -29,6 +29,7 @@ KERNELS = (*(("simt", dtype) for dtype in DTYPES), ("mma", "bfloat16"), ("mma", 
 HOPPER = (("sm90", "bfloat16"), ("sm90", "float16"))
 # Longest sequence, largest head dim: many options at once, all column counts, several tiles.
 SIZES = ((150, 40), (100, 260), (600, 128))
+LEAST = 90  # seconds: torch starts in every process, and half a minute is kept for failures to run once more
 CHUNK = 6  # cases per process: every case has kernels of its own, which are compiled on the way
 RESULT = re.compile(r"^(\S.*?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 
@@ -190,7 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--build-failed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
 
-    self = Run(sys.executable, options.seconds - options.build_seconds)
+    left = options.seconds - options.build_seconds
+    if left < LEAST:
+        parser.error(
+            f"--seconds {options.seconds:g}: the build took {options.build_seconds:.0f} s of them; {LEAST} or more have to "
+            f"be left for tests, so give it {options.build_seconds + LEAST:.0f} or more"
+        )
+    self = Run(sys.executable, left)
     build = self.row("build")
     build.seconds, build.passed, build.failed = (
         options.build_seconds,

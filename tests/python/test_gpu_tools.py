@@ -30,6 +30,12 @@ def test_a_program_past_its_limit_is_ended_with_its_children():
     assert gpu_common.run(["/no/such/program"], 20).code == 127
 
 
+def test_too_little_time_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        gpu_test.main(["--seconds", "90", "--build-seconds", "40"])
+    assert "the build took 40 s" in (said := capsys.readouterr().err) and "130 or more" in said
+
+
 def test_harness_output_is_counted():
     def counts(output, code=1):
         return gpu_test.harness_counts(gpu_common.Done(code, output, 1.0), 6)
@@ -118,7 +124,7 @@ def test_a_run_in_which_nothing_works_still_reports(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(gpu_test, "machine", lambda: (about, tmp_path))
     monkeypatch.setattr(gpu_test, "run", lambda *_: gpu_common.Done(1, "no doctor", 0.0))
     monkeypatch.setattr(gpu_test.Run, "collect", lambda self, file, environment: [])
-    assert gpu_test.main(["--seconds", "3", "--workers", "2", "--build-failed", "--build-seconds", "1"]) == 1
+    assert gpu_test.main(["--seconds", "300", "--workers", "2", "--build-failed", "--build-seconds", "1"]) == 1
     record = json.loads((tmp_path / "test.json").read_text())
     assert record["ok"] is False and record["steps"][0]["name"] == "build" and not record["steps"][0]["ok"]
     assert "was not built" in capsys.readouterr().out
