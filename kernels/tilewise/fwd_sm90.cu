@@ -25,9 +25,8 @@ namespace tilewise {
 
 constexpr int kPanelsQK = (kDimsQK + kPanel - 1) / kPanel, kPanelsV = (kColumns + kPanel - 1) / kPanel;
 constexpr int kConsumerThreads = kConsumers * 128;
-// With three warpgroups on an SM, issue slots are scarcer than what a maximum keeps busy.
-using RowSoftmax = RowSoftmaxOf<kSigns != 0>::Type;
 constexpr int kTurns = 1 + kConsumers;  // barriers of the turns; those before are the block's and its warpgroups'
+using RowSoftmax = RowSoftmaxOf<kSigns != 0>::Type;
 static_assert(kThreads == kConsumerThreads + 128, "consumers and the producer");
 // What warpgroups give and take is what the block has at its start; who asks for more waits for ever.
 static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));

@@ -187,7 +187,7 @@ private:
     }
 };
 
-template <bool kSigns>
+template <bool kSigns>  // which of both
 struct RowSoftmaxOf {
     using Type = ShiftedSoftmax;
 };

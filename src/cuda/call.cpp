@@ -227,9 +227,9 @@ void Call::prepare(void* stream) const {
         const abi::MaskArray ids = mask_array(p_, {mask_.sequences_of, jit::MaskRole::q_tokens});
         const abi::Documents params{problem_, ids,
                                     p_.arrays[static_cast<size_t>(mask_.sequences_of)].dtype == core::DType::i64};
-        config.block.x = kDocumentThreads;
-        launch(plain_function(device, kDocuments, "prepare_documents"), config, params);
-        config.block.x = kThreads;
+        LaunchConfig one_block = config;
+        one_block.block.x = kDocumentThreads;
+        launch(plain_function(device, kDocuments, "prepare_documents"), one_block, params);
     } else if (problem_.sequences) {
         launch(plain_function(device, kPrepare, "prepare_sequences"), config, problem_);
     }

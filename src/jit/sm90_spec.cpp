@@ -124,7 +124,7 @@ std::optional<Sm90ForwardSpec> sm90_forward_spec(const Problem& p, const MaskPro
     const auto tuned = [](const char* name, int fallback) { return core::tuned("fwd_sm90", name, fallback); };
     spec.consumers = tuned("kConsumers", spec.consumers), spec.keys = tuned("kTileKV", spec.keys);
     spec.delays = tuned("kDelays", 0) != 0, spec.in_turn = tuned("kInTurn", 1) != 0;
-    spec.signs = tuned("kSigns", spec.consumers < 3) != 0;
+    spec.signs = tuned("kSigns", spec.consumers < 3) != 0;  // slower with three: docs/kernel-log.md, fwd_sm90 11
     spec.k_stages = tuned("kKStages", spec.k_stages), spec.v_stages = tuned("kVStages", spec.v_stages);
     spec.q_buffers = tuned("kQBuffers", spec.q_buffers);
     while (spec.shared_bytes() > shared_limit(arch) && spec.keys > 16) spec.keys -= 16;
